@@ -1,0 +1,114 @@
+"""Discovery: small, torch-free descriptions of what a plugin provides. The code they name is imported when used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from .options import NoOptions
+
+if TYPE_CHECKING:
+    from mtb_core.config.schema import TrainConfig
+
+    from .values import Plan, World
+
+
+def _reference(instance: Any, attribute: Any, value: str) -> None:
+    module, _, name = value.partition(":")
+    if not module or not name:
+        msg = f"{type(instance).__name__} '{instance.name}': {attribute.name} must be 'package.module:name', got {value!r}"
+        raise ValueError(msg)
+
+
+def load_reference(reference: str) -> Any:
+    """The object that ``"package.module:name"`` names; imports the module."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@attrs.frozen
+class StrategyInfo:
+    """A parallel strategy.
+
+    Attributes:
+        name: what ``--strategy`` takes.
+        help: one line.
+        impl: ``"package.module:Class"``, a `Strategy`.
+        plan: ``plan(options, config, world)``: torch-free and pure; raises `ConfigError` for what cannot be.
+        options: its options class.
+        legacy: kept for comparison and migration.
+    """
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+    plan: Callable[[Any, TrainConfig, World], Plan]
+    options: type = NoOptions
+    legacy: bool = False
+
+
+@attrs.frozen
+class CommandInfo:
+    """A command of ``mtb``; `impl` is a click command or group. `group` is its heading in ``mtb --help``."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+    group: str = "Plugin commands"
+
+
+@attrs.frozen
+class SinkInfo:
+    """A sink for metrics; `impl` is a class, made as ``Class(options)`` on every rank, with run hooks as methods."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+    options: type = NoOptions
+
+
+@attrs.frozen
+class RunPluginInfo:
+    """An object that observes or wraps the hooks of every run while its plugin is enabled; made as ``Class()``."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
+class ModelInfo:
+    """A named model; `impl` is a function ``(config: TrainConfig) -> ModelSpec``."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
+class DatasetInfo:
+    """A named data set; `impl` is a function ``(config: TrainConfig) -> mtb_core.data.Dataset``."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
+class DoctorCheck:
+    """A check of ``mtb doctor``; `impl` is a function ``() -> DoctorResult``."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
+class DoctorResult:
+    """Outcome of a check: `ok` True, False (a problem), or None (does not apply here); `detail` says what was seen."""
+
+    ok: bool | None
+    detail: str

@@ -1,0 +1,83 @@
+"""What is observed of a run: one immutable `StepRecord` a step, and the `RunInfo` that opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+if TYPE_CHECKING:
+    from mtb_core.config.schema import TrainConfig
+
+    from .values import RankContext
+
+
+@attrs.frozen
+class StepRecord:
+    """One optimizer step as one rank saw it. Field names are those of a metrics line (``docs/reference/json.md``).
+
+    Losses, norms and token counts are global and equal on all ranks; times and memory are this rank's own.
+    Times are read from a monotonic clock, milliseconds; device work is waited for at their edges only.
+
+    Attributes:
+        global_step: the step's number, 1 for the first of the training; resumed runs go on counting.
+        loss: mean over the valid tokens of the global batch.
+        grad_norm: global 2-norm of the gradients before clipping.
+        param_norm: None: not measured.
+        learning_rate: of the first parameter group, as used in this step.
+        skipped: the optimizer was not applied (``--on-nonfinite skip``).
+        valid_tokens: of the global batch, targets with the ignore label left out.
+        data_time_ms: waiting for the batch.
+        forward_backward_ms: all micro-batches, gradient synchronisation and the agreement of the ranks included.
+        optimizer_step_ms: clipping, optimizer, clearing of gradients.
+        step_time_ms: from asking for the batch to the end of the optimizer's work; saving, evaluation and reporting
+            are outside.
+        checkpoint_time_ms: how long training paused for a checkpoint after this step.
+        memory_mib: peak so far, see `memory_kind` of the result.
+        warmup: the step belongs to the benchmark's warm-up and is not in the averages.
+        time: UTC, ISO 8601; for people, never for durations.
+    """
+
+    global_step: int
+    loss: float
+    grad_norm: float
+    param_norm: float | None
+    learning_rate: float
+    clipped: bool
+    skipped: bool
+    nonfinite: bool
+    samples_seen: int
+    tokens_seen: int
+    valid_tokens: int
+    data_time_ms: float
+    forward_backward_ms: float
+    optimizer_step_ms: float
+    step_time_ms: float
+    checkpoint_time_ms: float
+    memory_mib: float
+    warmup: bool
+    time: str
+
+
+@attrs.frozen
+class RunInfo:
+    """What an observer learns when a run (one trial of it) starts.
+
+    Attributes:
+        folder: the run's folder; exists on every rank.
+        first_step: number of the first step of this invocation.
+        last_step: number of the last step that is planned.
+        trial: index of the trial under ``--repeat``.
+        progress: ``progress(fields)`` hands a small JSON-like mapping to whoever owns the terminal; cheap, never
+            blocks, does nothing where nobody shows it.
+    """
+
+    config: TrainConfig
+    ctx: RankContext
+    folder: Path
+    first_step: int
+    last_step: int
+    trial: int
+    progress: Callable[[dict[str, Any]], None]

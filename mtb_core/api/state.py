@@ -1,0 +1,56 @@
+"""Model and optimizer state in global coordinates, for plain and ``DTensor`` parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from .values import Piece, State
+
+
+def piece(tensor: torch.Tensor) -> Piece:
+    """This rank's part of `tensor`, as a live view."""
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Piece(tensor.detach().to_local(), tuple(tensor.shape), tuple(offset))
+
+
+def module_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """State of a module and its optimizer, whose parameters are `module`'s own.
+
+    Tied parameters appear once, under their first name; non-persistent buffers not at all. Missing optimizer state of
+    trainable parameters is created as zeros first, as the optimizer itself would at its first step.
+    """
+    create_missing_state(optimizer)
+    pieces: dict[str, list[Piece]] = {}
+    for name, parameter in module.named_parameters():
+        pieces[f"model/{name}"] = [piece(parameter)]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                pieces[f"optim/{name}/{key}"] = [piece(value)]
+    persistent = module.state_dict(keep_vars=True).keys()
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            pieces[f"model/{name}"] = [piece(buffer)]
+    return State(pieces)
+
+
+def create_missing_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that AdamW and SGD with momentum make lazily, as zeros, without taking a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad or optimizer.state.get(parameter):
+                continue
+            if "betas" in group:
+                on_device = group.get("fused") or group.get("capturable")
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+                optimizer.state[parameter] = {
+                    "step": step,
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+            elif group.get("momentum"):
+                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}

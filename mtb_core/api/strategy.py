@@ -1,0 +1,55 @@
+"""The base class of strategies. Subclass it; no decorators are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from .values import Job, MicroBatch, Prepared, Shards, State
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Strategy:
+    """A parallel strategy: each public method implements the run hook ``mtb_<name>``, see `mtb_core.api.hooks`.
+
+    One object serves one trial of a run, on one rank. The defaults suit a plain module on one rank. Keep state in
+    the `Prepared` value, not on the strategy: a plugin that wraps a hook may replace what it returns. Helper methods
+    start with an underscore; an unknown public method is refused, with a suggestion.
+    """
+
+    def prepare(self, job: Job) -> Prepared:
+        """Build, shard, fill the weights, make the optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} must define prepare(job)")
+
+    def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
+        """The sync context around forward and backward of one micro-batch."""
+        return nullcontext()
+
+    def backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        """Add this micro-batch's gradients; over all ranks and micro-batches they must come out as the SUM."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def gradients(self, prepared: Prepared) -> Sequence[Shards]:
+        """This rank's gradients for norm and clipping."""
+        return [Shards([p.grad for p in prepared.core.parameters() if p.grad is not None], copies=1)]
+
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
+        """Apply the optimizer if `apply`, and clear the gradients in either case."""
+        if apply:
+            prepared.optimizer.step()
+        prepared.optimizer.zero_grad(set_to_none=True)
+
+    def state(self, prepared: Prepared) -> State:
+        """Parameters, persistent buffers and optimizer state in global coordinates."""
+        from .state import module_state  # noqa: PLC0415  (torch is imported when it is used)
+
+        return module_state(prepared.core, prepared.optimizer)
+
+    def state_loaded(self, prepared: Prepared, state: State) -> None:
+        """Bring into agreement whatever was derived from the pieces of `state`, which have just been filled."""
+
+    def close(self, prepared: Prepared) -> None:
+        """Release what must not outlive the process group; no collectives."""

@@ -1,0 +1,1 @@
+PLUGIN_API = 1

@@ -1,0 +1,1 @@
+"""MiniTrainBench plugin: sinks `csv`, `tensorboard`, `prometheus`."""
