@@ -1,0 +1,269 @@
+"""Where a run took place and what exactly was run: enough to repeat it, nothing that identifies a person or machine.
+
+Never recorded: host names, addresses, GPU UUIDs, proxies, credentials, home folders. Environment variables are taken
+from a list of names, never all of them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_LIBRARIES = ("numpy", "pluggy", "attrs", "click", "safetensors", "tokenizers", "triton", "deepspeed")
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "DS_ACCELERATOR",
+    "GLOO_SOCKET_IFNAME",
+    "KMP_AFFINITY",
+    "MKL_NUM_THREADS",
+    "MTB_DISABLE_PLUGINS",
+    "MTB_NO_DYNAMO_SHIM",
+    "MTB_STRICT_PLUGINS",
+    "NCCL_ALGO",
+    "NCCL_DEBUG",
+    "NCCL_IB_DISABLE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_BLOCKING_WAIT",
+)
+_IMAGE_VARIABLES = {
+    "build_revision": "MTB_BUILD_REVISION",
+    "image_ref": "MTB_IMAGE_REF",
+    "image_id": "MTB_IMAGE_ID",
+    "base_image": "MTB_BASE_IMAGE",
+}
+_CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
+_CONTAINER_VARIABLES = ("KUBERNETES_SERVICE_HOST", "APPTAINER_NAME", "SINGULARITY_NAME", "container")
+
+_HIDDEN = "<hidden>"
+_SECRET_WORD = re.compile(
+    r"token(?!iz|s)|secret|passw|credential|api[-_]?key|auth(?!or)|proxy|rdzv[-_]endpoint", re.IGNORECASE
+)
+_URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+_PERHAPS_ADDRESS = re.compile(r"(?<![\w.:])(?:(?:\d{1,3}\.){3}\d{1,3}|[0-9a-fA-F:]*:[0-9a-fA-F:]*)(?![\w.])")
+_GPU_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F/-]*")
+_HOMES = re.compile(r"(?<![\w.~-])/(?:root(?=/|$)|(?:home|Users)/[^/\s:'\"]+)")
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """The machine and software this process runs on; strict JSON.
+
+    CUDA, cuDNN, NCCL and the devices' names are filled in only where `device` is a CUDA device: nothing here touches
+    CUDA otherwise.
+    """
+    import torch  # noqa: PLC0415  (a run has it loaded already)
+
+    return {
+        "os": _system(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "cpu_model": _cpu_model(),
+        "cpu_cores": available_cores(),
+        "cpu_cores_total": os.cpu_count(),
+        "memory_mib": _memory_mib(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "libraries": _libraries(),
+        "cuda": _cuda() if device.startswith("cuda") else None,
+        "variables": {name: redact(os.environ[name]) for name in _VARIABLES if name in os.environ},
+    }
+
+
+def provenance(argv: Sequence[str], *, folder: str | Path | None = None) -> dict[str, Any]:
+    """Which code ran, from what image, by which command; see ``docs/reference/json.md``.
+
+    `folder` is a folder of the project that ran; by default the checkout that holds this package, else the working
+    directory. ``git_dirty`` tells whether tracked files differ from the revision. The revision may also be given by
+    ``MTB_GIT_REVISION``, for places without a checkout. A field that applies here but is not known is listed in
+    ``missing_fields``; outside a container the image's fields do not apply.
+    """
+    given = os.environ.get("MTB_GIT_REVISION")
+    found, dirty = _git(folder)
+    out: dict[str, Any] = {
+        "git_revision": given or found,
+        "git_dirty": dirty if given in (None, "", found) else None,
+    }
+    for field, variable in _IMAGE_VARIABLES.items():
+        value = os.environ.get(variable)
+        out[field] = redact(value) if value else None
+    out["command"] = redact_command(argv)
+    needed = ["git_revision", "command"]
+    if in_container():
+        needed += _IMAGE_VARIABLES
+    out["missing_fields"] = [name for name in needed if not out[name]]
+    out["complete"] = not out["missing_fields"]
+    return out
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def in_container(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process runs in a container, by the marks that container engines leave."""
+    names = (*_CONTAINER_VARIABLES, *_IMAGE_VARIABLES.values())
+    return any(environ.get(n) for n in names) or any(Path(mark).exists() for mark in _CONTAINER_MARKS)
+
+
+def redact(text: str) -> str:
+    """`text` without credentials in URLs, addresses, GPU UUIDs and home folders."""
+    text = _URL_CREDENTIALS.sub(f"{_HIDDEN}@", text)
+    text = _GPU_UUID.sub("<gpu>", text)
+    text = _PERHAPS_ADDRESS.sub(lambda found: "<address>" if _is_address(found[0]) else found[0], text)
+    home = str(Path("~").expanduser())
+    if len(home) > 1:
+        text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?=/|$|[\s:'\"])", "~", text)
+    return _HOMES.sub("~", text)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def redact_command(argv: Sequence[str]) -> str:
+    """The command as it could be typed again, with values of secret options, this host's name and the like hidden."""
+    out: list[str] = []
+    hide_next = False
+    for position, word in enumerate(argv):
+        if position == 0:
+            shown = Path(word).name
+        elif hide_next and not word.startswith("--"):
+            shown = _HIDDEN
+        else:
+            shown = _hide_assigned(word)
+            if position > 1:  # the command's own name is never a host's
+                shown = _hide_host(shown)
+        hide_next = word.startswith("-") and "=" not in word and bool(_SECRET_WORD.search(word))
+        out.append(redact(shown))
+    return " ".join(map(_quoted, out))
+
+
+def _quoted(word: str) -> str:
+    if word == _HIDDEN:
+        return word
+    return "~/" + shlex.quote(word[2:]) if word.startswith("~/") else shlex.quote(word)
+
+
+def _hide_assigned(word: str) -> str:
+    """``--hub-token=x``, and ``KEY=VALUE`` options where the key is a secret's."""
+    name, assigned, _ = word.partition("=")
+    return f"{name}={_HIDDEN}" if assigned and _SECRET_WORD.search(name) else word
+
+
+def _hide_host(word: str) -> str:
+    for host in {socket.gethostname(), socket.gethostname().partition(".")[0]} - {"", "localhost"}:
+        word = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "<host>", word)
+    return word
+
+
+def _git(folder: str | Path | None) -> tuple[str | None, bool | None]:
+    """(revision, dirty) of `folder`, or of the first of the usual places that is in a checkout."""
+    for place in [folder] if folder is not None else [Path(__file__).parent, Path.cwd()]:
+        # One call for both; no lock is taken, so that it cannot disturb a git at work beside it.
+        command = ["git", "-C", str(place), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=5,
+                check=False,
+                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None, None
+        lines = done.stdout.splitlines()
+        revision = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
+        if done.returncode == 0 and revision and revision != "(initial)":
+            return revision, any(not line.startswith("#") for line in lines)
+    return None, None
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _memory_mib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def _libraries() -> dict[str, str]:
+    out = {}
+    for name in _LIBRARIES:
+        try:
+            out[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return out
+
+
+def _cuda() -> dict[str, Any]:
+    import torch  # noqa: PLC0415
+
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "version": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
+        "devices": [
+            {
+                "name": d.name,
+                "memory_mib": round(d.total_memory / 2**20, 1),
+                "compute_capability": f"{d.major}.{d.minor}",
+            }
+            for d in devices
+        ],
+    }
