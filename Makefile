@@ -1,0 +1,62 @@
+# Everything a contributor runs. `make` alone lists it. Settings of pip (index, proxy) are taken from its own
+# configuration; to install without a GPU build of torch, point pip at an index of CPU wheels (see README.md).
+
+PYTHON ?= python3
+PACKAGES := mtb_core mtb_ddp plugins/mtb_sinks
+TOOLS := pytest pytest-timeout hypothesis ruff mypy
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format docs bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: $(STAMP)  ## make .venv and install all packages into it, editable, with the tools
+
+# What needs no change is not touched again: the stamp is older than any of these only when they changed.
+$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
+	@echo "Setting up $(VENV) (downloads torch the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or later is needed; set PYTHON=python3.11 and remove $(VENV)." >&2; exit 2; }
+	$(PIP) install -c constraints.txt setuptools wheel torch $(TOOLS)
+	$(PIP) install -c constraints.txt --no-build-isolation $(PACKAGES:%=-e ./%)
+	@touch $@
+
+# Two DDP ranks learn to predict the bytes of the Python standard library's own sources.
+demo: $(STAMP)  ## train a small GPT on two ranks: live progress, a table, runs/demo/result.json
+	@rm -rf runs/demo runs/demo-data
+	@$(BIN)/mtb data prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"/*.py \
+		--output runs/demo-data
+	$(BIN)/mtb train --strategy ddp --nproc 2 --data runs/demo-data --steps 300 --warmup-steps 5 \
+		--seq-length 128 --d-model 128 --n-layers 2 --batch-size 8 --learning-rate 2e-3 \
+		--run-dir runs/demo --output runs/demo/result.json
+
+test: $(STAMP)  ## the fast tests of all packages
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)  ## the tests that take long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)  ## ruff and mypy, nothing is changed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES)
+
+format: $(STAMP)  ## let ruff lay out the code
+	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## write docs/reference from the code
+	$(BIN)/python docs/generate.py
+
+bench: $(STAMP)  ## the benchmarks, with their peers, in a venv of their own
+	benchmarks/run.sh
+
+clean:  ## remove the environments and caches; runs/ stays
+	rm -rf $(VENV) .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	find . -maxdepth 3 \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
