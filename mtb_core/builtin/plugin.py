@@ -1,1 +1,92 @@
+"""Core's own plugin: what is there without any other. It uses public names only, like a stranger's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mtb_core import (
+    CommandInfo,
+    ConfigError,
+    DatasetInfo,
+    DoctorCheck,
+    Layout,
+    ModelInfo,
+    NoOptions,
+    Plan,
+    SinkInfo,
+    StrategyInfo,
+    World,
+    hookimpl,
+)
+
+if TYPE_CHECKING:
+    from mtb_core import TrainConfig
+
 PLUGIN_API = 1
+
+
+def plan_single(options: NoOptions, config: TrainConfig, world: World) -> Plan:  # noqa: ARG001  (as every plan)
+    """One process, no communication."""
+    if world.size != 1:
+        msg = (
+            f"strategy 'single' trains in one process, but there are {world.size} ranks; use --nproc 1, or a strategy "
+            "for several ranks, such as ddp: `mtb plugins list` shows those installed."
+        )
+        raise ConfigError(msg)
+    return Plan(Layout((("dp", 1),)), process_group=False)
+
+
+@hookimpl
+def mtb_strategies() -> Sequence[StrategyInfo]:
+    """`single`."""
+    return [StrategyInfo("single", "One process, no communication.", "mtb_core.builtin.single:Single", plan_single)]
+
+
+@hookimpl
+def mtb_commands() -> Sequence[CommandInfo]:
+    """The commands of core."""
+    start, look = "Training", "Set-up and inspection"
+    return [
+        CommandInfo("train", "Train a model and measure it.", "mtb_core.cli.train:train", start),
+        CommandInfo("data", "Prepare and show token files.", "mtb_core.cli.data:data", start),
+        CommandInfo("init", "Write a commented starter configuration.", "mtb_core.cli.init:init", look),
+        CommandInfo("plugins", "Show installed plugins and what they provide.", "mtb_core.cli.plugins:plugins", look),
+        CommandInfo("doctor", "Check this machine and installation.", "mtb_core.cli.doctor:doctor", look),
+    ]
+
+
+@hookimpl
+def mtb_sinks() -> Sequence[SinkInfo]:
+    """`console` and `jsonl`."""
+    return [
+        SinkInfo("console", "Live progress in the terminal.", "mtb_core.builtin.sinks:ConsoleSink"),
+        SinkInfo("jsonl", "metrics/rank_NNNNN.jsonl in the run's folder.", "mtb_core.builtin.sinks:JsonlSink"),
+    ]
+
+
+@hookimpl
+def mtb_models() -> Sequence[ModelInfo]:
+    """`gpt`."""
+    return [ModelInfo("gpt", "Pre-norm decoder with causal attention.", "mtb_core.model.gpt:gpt_spec")]
+
+
+@hookimpl
+def mtb_datasets() -> Sequence[DatasetInfo]:
+    """`synthetic`."""
+    return [DatasetInfo("synthetic", "Random tokens, made as needed.", "mtb_core.data.synthetic:synthetic_dataset")]
+
+
+@hookimpl
+def mtb_doctor_checks() -> Sequence[DoctorCheck]:
+    """Checks of this machine and installation."""
+    checks = {
+        "python": "The Python version is supported.",
+        "torch": "Torch imports and has distributed support.",
+        "gloo": "Two processes can talk to each other.",
+        "disk": "The run folder can be written to and has room.",
+        "shm": "Shared memory has room.",
+        "cuda": "CUDA devices and NCCL, where there are any.",
+        "plugins": "Every installed plugin could be loaded.",
+    }
+    return [DoctorCheck(name, text, f"mtb_core.cli.doctor:check_{name}") for name, text in checks.items()]

@@ -1,0 +1,315 @@
+"""Run hooks: who implements what in one trial of a run, and the typed facade through which core calls them.
+
+Pluggy checks names and arguments, and calls what is wrapped. Two things are done here: a strategy hook that nobody
+wraps is bound directly (a hook call costs more than many a strategy method), and observers are called one by one, so
+that a sink that fails does not take the run with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+import pluggy
+
+from mtb_core.api import (
+    Job,
+    MicroBatch,
+    ObserverSpecs,
+    PluginError,
+    Prepared,
+    RunInfo,
+    RunSpecs,
+    Shards,
+    State,
+    StepRecord,
+    Strategy,
+    StrategySpecs,
+    nearest,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _names(specs: type) -> tuple[str, ...]:
+    return tuple(name for name in vars(specs) if name.startswith("mtb_"))
+
+
+STRATEGY_HOOKS = _names(StrategySpecs)
+OBSERVER_HOOKS = _names(ObserverSpecs)
+#: Methods of a `Strategy`: ``prepare`` implements ``mtb_prepare``.
+METHODS = tuple(name.removeprefix("mtb_") for name in STRATEGY_HOOKS)
+
+_LOGGER = logging.getLogger("mtb")
+
+
+class RunManager(pluggy.PluginManager):
+    """A plugin manager to which a strategy's public methods are hook implementations, without a decorator."""
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> pluggy.HookimplOpts | None:
+        """Options of the method `name` of `plugin` as a hook implementation; None where it is not one."""
+        if not isinstance(plugin, Strategy):
+            return super().parse_hookimpl_opts(plugin, name)
+        if name not in METHODS:
+            return None
+        return {
+            "specname": f"mtb_{name}",
+            "trylast": True,
+            "tryfirst": False,
+            "wrapper": False,
+            "hookwrapper": False,
+            "optionalhook": False,
+        }
+
+
+@attrs.frozen
+class _Observer:
+    """One implementation of an observer hook; `sink` is its name where a failure is not the run's."""
+
+    call: Callable[..., object]
+    sink: str | None
+
+
+class Hooks:
+    """The run hooks of one trial on one rank; the only way core calls them.
+
+    `sinks` and `plugins` are objects by name, whose methods are marked with ``hookimpl``. Observers are called in
+    order, plugins first, then sinks; all are told before an exception of a plugin goes on to the caller. A sink that
+    raises is switched off, with one call of `warn`; afterwards it is told of ``mtb_run_finished`` only, so that it can
+    release what it holds.
+
+    Raises:
+        PluginError: something implements a hook that does not exist or is not its to implement.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        sinks: Mapping[str, object] | None = None,
+        plugins: Mapping[str, object] | None = None,
+        warn: Callable[[str], None] = _LOGGER.warning,
+    ) -> None:
+        self._warn = warn
+        self._off: set[str] = set()
+        manager = RunManager("mtb")
+        manager.add_hookspecs(RunSpecs)
+        label = f"strategy {type(strategy).__name__}"
+        _check_strategy(strategy, label)
+        _register(manager, strategy, label)
+        owners: dict[int, str] = {}
+        # Pluggy calls the last one registered first.
+        for name, sink in reversed([*(sinks or {}).items()]):
+            _register(manager, sink, f"sink '{name}'")
+            owners[id(sink)] = name
+        for name, plugin in reversed([*(plugins or {}).items()]):
+            _register(manager, plugin, f"run plugin '{name}'")
+        self._manager, hook = manager, manager.hook
+        for name in STRATEGY_HOOKS:
+            _check_strategy_hook(getattr(hook, name), strategy, owners)
+        self._prepare = _bind(hook.mtb_prepare)
+        self._micro_batch = _bind(hook.mtb_micro_batch)
+        self._backward = _bind(hook.mtb_backward)
+        self._gradients = _bind(hook.mtb_gradients)
+        self._optimizer_step = _bind(hook.mtb_optimizer_step)
+        self._state = _bind(hook.mtb_state)
+        self._state_loaded = _bind(hook.mtb_state_loaded)
+        self._close = _bind(hook.mtb_close)
+        self._run_started = _observers(hook.mtb_run_started, owners)
+        self._step_recorded = _observers(hook.mtb_step_recorded, owners)
+        self._evaluated = _observers(hook.mtb_evaluated, owners)
+        self._run_finished = _observers(hook.mtb_run_finished, owners)
+
+    def prepare(self, job: Job) -> Prepared:
+        """See `StrategySpecs.mtb_prepare`; so for all below."""
+        return cast("Prepared", _given(self._prepare(job=job), "mtb_prepare"))
+
+    def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
+        """The sync context of one micro-batch."""
+        context = _given(self._micro_batch(prepared=prepared, micro=micro), "mtb_micro_batch")
+        return cast("AbstractContextManager[None]", context)
+
+    def backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        """Backward of one micro-batch, inside its sync context."""
+        self._backward(prepared=prepared, loss=loss)
+
+    def gradients(self, prepared: Prepared) -> Sequence[Shards]:
+        """This rank's gradients."""
+        return cast("Sequence[Shards]", _given(self._gradients(prepared=prepared), "mtb_gradients"))
+
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
+        """Apply the optimizer if `apply`; clear the gradients."""
+        self._optimizer_step(prepared=prepared, apply=apply)
+
+    def state(self, prepared: Prepared) -> State:
+        """Model and optimizer as live views in global coordinates."""
+        return cast("State", _given(self._state(prepared=prepared), "mtb_state"))
+
+    def state_loaded(self, prepared: Prepared, state: State) -> None:
+        """The pieces of `state` were filled."""
+        self._state_loaded(prepared=prepared, state=state)
+
+    def close(self, prepared: Prepared) -> None:
+        """The trial has ended."""
+        self._close(prepared=prepared)
+
+    def run_started(self, info: RunInfo) -> None:
+        """Tell observers that the first step is next."""
+        self._tell(self._run_started, info)
+
+    def step_recorded(self, record: StepRecord) -> None:
+        """Tell observers of a step."""
+        self._tell(self._step_recorded, record)
+
+    def evaluated(self, global_step: int, loss: float, samples: int) -> None:
+        """Tell observers of an evaluation."""
+        self._tell(self._evaluated, global_step, loss, samples)
+
+    def run_finished(self, exit_reason: str) -> None:
+        """Tell observers that the trial has ended."""
+        self._tell(self._run_finished, exit_reason, last=True)
+
+    def describe(self) -> dict[str, list[str]]:
+        """Who implements each run hook, in the order in which they are called; wrappers first."""
+        callers = ((name, getattr(self._manager.hook, name)) for name in (*STRATEGY_HOOKS, *OBSERVER_HOOKS))
+        return {name: [impl.plugin_name for impl in reversed(caller.get_hookimpls())] for name, caller in callers}
+
+    def _tell(self, observers: Sequence[_Observer], *values: object, last: bool = False) -> None:
+        first: Exception | None = None
+        for observer in observers:
+            off = observer.sink in self._off
+            if off and not last:
+                continue
+            try:
+                observer.call(*values)
+            except (Exception, SystemExit) as error:
+                if observer.sink is not None:
+                    self._switch_off(observer.sink, error)
+                elif isinstance(error, SystemExit):
+                    raise
+                elif first is None:
+                    first = error
+        if first is not None:
+            raise first
+
+    def _switch_off(self, sink: str, error: BaseException) -> None:
+        if sink not in self._off:
+            self._off.add(sink)
+            self._warn(
+                f"sink '{sink}' is switched off for the rest of the run: it raised {type(error).__name__}: {error}"
+            )
+
+
+def _given(value: object, hook: str) -> object:
+    if value is None:
+        msg = f"The hook {hook} returned None; the strategy, or what wraps it, must return a value, see its documentation."
+        raise PluginError(msg)
+    return value
+
+
+def _check_strategy(strategy: Strategy, label: str) -> None:
+    if not isinstance(strategy, Strategy):
+        msg = f"{label} is not a subclass of mtb_core.Strategy; make it one."
+        raise PluginError(msg)
+    cls = type(strategy)
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if (
+            name.startswith("_")
+            or name in METHODS
+            or not (inspect.isroutine(method) or isinstance(method, classmethod))
+        ):
+            continue
+        msg = (
+            f"{label} has the public method '{name}', which is no strategy hook.{nearest(name, METHODS)} "
+            f"Valid: {', '.join(METHODS)}; start the names of helper methods with '_'."
+        )
+        raise PluginError(msg)
+
+
+def _register(manager: RunManager, plugin: object, label: str) -> None:
+    """Register `plugin`, with messages that name the hook and the argument."""
+    try:
+        manager.register(plugin, label)
+    except pluggy.PluginValidationError as error:
+        raise PluginError(f"{label}: {' '.join(str(error).split())}") from error
+    callers = manager.get_hookcallers(plugin) or []
+    known = (*STRATEGY_HOOKS, *OBSERVER_HOOKS)
+    marked = {caller.name for caller in callers}
+    unmarked = [] if isinstance(plugin, Strategy) else [n for n in dir(type(plugin)) if n.startswith("mtb_")]
+    for name in [*(c.name for c in callers if not c.has_spec()), *(n for n in unmarked if n not in marked)]:
+        if name in known:
+            msg = f"{label}: its method {name} is not marked as a hook; put @hookimpl (from mtb_core) above it."
+        else:
+            msg = f"{label} implements the unknown hook '{name}'.{nearest(name, known)} Valid: {', '.join(known)}."
+        raise PluginError(msg)
+    if not callers:
+        msg = f"{label} ({type(plugin).__name__}) implements no run hook. Valid: {', '.join(known)}."
+        raise PluginError(msg)
+    for caller in callers:
+        _check_implementation(caller, plugin, label)
+
+
+def _check_implementation(caller: pluggy.HookCaller, plugin: object, label: str) -> None:
+    for impl in (i for i in caller.get_hookimpls() if i.plugin is plugin):
+        # Pluggy passes no argument that has a default, so the default would always be used.
+        defaults = [name for name in impl.kwargnames if name in _arguments(caller)]
+        if defaults:
+            msg = f"{label}: the argument '{defaults[0]}' of {caller.name} has a default and would never be passed; remove it."
+            raise PluginError(msg)
+        if caller.name in OBSERVER_HOOKS and _wraps(impl):
+            msg = f"{label} wraps {caller.name}, but that hook only observes; implement it without wrapper=True."
+            raise PluginError(msg)
+
+
+def _check_strategy_hook(caller: pluggy.HookCaller, strategy: Strategy, sinks: Mapping[int, str]) -> None:
+    for impl in caller.get_hookimpls():
+        if impl.plugin is strategy:
+            continue
+        if id(impl.plugin) in sinks:
+            msg = f"{impl.plugin_name} implements {caller.name}, but sinks only observe; a run plugin may wrap it."
+            raise PluginError(msg)
+        if not _wraps(impl):
+            msg = (
+                f"{impl.plugin_name} implements {caller.name}, which belongs to the strategy; others may only wrap it: "
+                "mark the method with @hookimpl(wrapper=True)."
+            )
+            raise PluginError(msg)
+
+
+def _wraps(impl: pluggy.HookImpl) -> bool:
+    return bool(impl.wrapper or impl.hookwrapper)
+
+
+def _arguments(caller: pluggy.HookCaller) -> tuple[str, ...]:
+    assert caller.spec is not None
+    return tuple(caller.spec.argnames)
+
+
+def _bind(caller: pluggy.HookCaller) -> Callable[..., object]:
+    """What to call for a strategy hook: the method itself where nothing wraps it and it takes every argument."""
+    impls = caller.get_hookimpls()
+    if len(impls) == 1 and set(impls[0].argnames) == set(_arguments(caller)):
+        return impls[0].function
+    return caller
+
+
+def _observers(caller: pluggy.HookCaller, sinks: Mapping[int, str]) -> tuple[_Observer, ...]:
+    arguments = _arguments(caller)
+    return tuple(
+        _Observer(_positional(impl, arguments), sinks.get(id(impl.plugin))) for impl in reversed(caller.get_hookimpls())
+    )
+
+
+def _positional(impl: pluggy.HookImpl, arguments: tuple[str, ...]) -> Callable[..., object]:
+    """A callable of all the hook's arguments by position, whichever of them `impl` takes and in which order."""
+    function = impl.function
+    if tuple(impl.argnames) == arguments:
+        return function
+    taken = [arguments.index(name) for name in impl.argnames]
+    return lambda *values: function(*(values[index] for index in taken))
