@@ -1,0 +1,59 @@
+"""The optimizer of a run: which parameters, and how it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtb_core.api.errors import ConfigError
+from mtb_core.api.values import OptimizerRecipe
+from mtb_core.config.schema import TrainConfig
+
+#: Device types for which torch has fused kernels of the optimizers below.
+_FUSED_DEVICES = ("cpu", "cuda")
+
+
+def optimizer_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Parameter groups of `module`'s trainable parameters: first those with weight decay, then those without.
+
+    Decay applies to parameters of two or more dimensions, by their global shape, so that every strategy and world
+    size makes the same groups. A group without parameters is left out. Frozen parameters are in none. Each group
+    carries ``initial_lr``, from which the schedule computes ``lr``.
+
+    Raises:
+        ConfigError: nothing is trainable.
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            (decayed if _global_dimensions(parameter) >= 2 else others).append(parameter)
+    if not decayed and not others:
+        raise ConfigError(
+            f"The model ({type(module).__name__}) has no trainable parameter; at least one must have requires_grad."
+        )
+    rate = {"lr": config.learning_rate, "initial_lr": config.learning_rate}
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay, **rate},
+        {"params": others, "weight_decay": 0.0, **rate},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _global_dimensions(parameter: nn.Parameter) -> int:
+    # A DTensor's shape is global; an engine that leaves an empty stub behind keeps the shape in `ds_shape`.
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def optimizer_recipe(config: TrainConfig, device: str) -> OptimizerRecipe:
+    """AdamW or SGD as configured; fused where torch has the kernel, otherwise ``foreach``.
+
+    What the configuration does not name has torch's default (AdamW's betas are 0.9 and 0.999).
+    """
+    fused = torch.device(device).type in _FUSED_DEVICES
+    common = {"lr": config.learning_rate, "fused": True} if fused else {"lr": config.learning_rate, "foreach": True}
+    if config.optimizer == "sgd":
+        return OptimizerRecipe(torch.optim.SGD, {**common, "momentum": config.momentum})
+    return OptimizerRecipe(torch.optim.AdamW, {**common, "eps": config.adam_eps})
