@@ -36,12 +36,19 @@ class CheckFailed(MtbError):
 
 
 class RunFailed(MtbError):
-    """The run failed after ranks started. `rank` and `step` name the first cause where they are known."""
+    """The run failed after ranks started.
 
-    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
+    `rank` and `step` name the first cause where they are known. `agreed`: every rank raises this same error at the
+    same point, so the ranks can still leave together.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, step: int | None = None, agreed: bool = False
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.step = step
+        self.agreed = agreed
 
 
 class NonFinite(RunFailed):

@@ -1,0 +1,108 @@
+"""Gradients after backward: global norm, clipping, and the search for missing and non-finite ones."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from mtb_core.api.errors import MissingGradient
+from mtb_core.api.values import Job, Prepared, Shards
+
+#: How long a rank that misses a gradient waits to hear whether all ranks miss it, seconds.
+PATIENCE_S = 2.0
+
+
+def squared_norm(shards: Sequence[Shards], device: torch.device) -> torch.Tensor:
+    """This rank's part of the squared global 2-norm: summed over ranks it is the whole. float64 scalar on `device`."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part in shards:
+        if part.tensors:
+            norms = torch.stack(torch._foreach_norm(part.tensors))  # noqa: SLF001  (as torch.nn.utils does)
+            total = total + norms.double().square().sum() / part.copies
+    return total
+
+
+def clip(shards: Sequence[Shards], norm: float, limit: float) -> None:
+    """Scale gradients in place so that their global norm `norm` becomes `limit`.
+
+    The factor is ``limit / (norm + 1e-6)``, that of ``torch.nn.utils.clip_grad_norm_``.
+    """
+    for part in shards:
+        if part.tensors:
+            torch._foreach_mul_(part.tensors, limit / (norm + 1e-6))  # noqa: SLF001
+
+
+def describe_nonfinite(loss: float, prepared: Prepared) -> str:
+    """What is not finite on this rank: its loss, or the first parameters whose gradient is not; empty if all is."""
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    names = []
+    for name, parameter in prepared.core.named_parameters():
+        gradient = parameter.grad
+        if gradient is not None and not bool(torch.isfinite(_local(gradient)).all()):
+            names.append(name)
+    return f"the loss is {loss:.6g} but the gradient of {_some(names)} is not finite" if names else ""
+
+
+class GradientCheck:
+    """Every trainable parameter must have a gradient after backward.
+
+    Checked at the first step, and at each step where there are several ranks: a parameter without gradient on some
+    ranks only leaves the others waiting inside backward for a bucket that never comes. The rank that misses it
+    says so in the store. If all ranks do, all raise together; if not, it raises alone and leaves, and whoever
+    started the ranks ends those that wait.
+    """
+
+    def __init__(self, job: Job, prepared: Prepared) -> None:
+        self._ctx = job.ctx
+        self._strategy = job.config.strategy
+        self._active = not job.plan.missing_gradients
+        self._parameters = [(n, p) for n, p in prepared.core.named_parameters() if p.requires_grad]
+
+    def __call__(self, step: int) -> None:
+        """Look at the gradients of `step`.
+
+        Raises:
+            MissingGradient: see the class.
+        """
+        if not self._active:
+            return
+        missing = [name for name, parameter in self._parameters if parameter.grad is None]
+        if missing:
+            self._raise(missing, step)
+        if self._ctx.world_size == 1:
+            self._active = False
+
+    def _raise(self, missing: list[str], step: int) -> None:
+        alone = self._ctx.world_size > 1 and not self._all_ranks_miss(step)
+        where = f"on rank {self._ctx.rank} (other ranks have one)" if alone else "on all ranks"
+        message = (
+            f"No gradient at step {step} {where} for {_some(missing)}: forward did not use it, or used it detached. "
+            "Use it in the loss, freeze it with requires_grad_(False), or choose a strategy option that copes with "
+            f"unused parameters (`mtb plugins show {self._strategy}`)."
+        )
+        raise MissingGradient(message, rank=self._ctx.rank if alone else None, step=step, agreed=not alone)
+
+    def _all_ranks_miss(self, step: int) -> bool:
+        store = self._ctx.store
+        assert store is not None
+        key = f"mtb/missing_gradient/{step}"
+        count = store.add(key, 1)
+        deadline = time.monotonic() + PATIENCE_S
+        while count < self._ctx.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            count = store.add(key, 0)
+        return bool(count >= self._ctx.world_size)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{n}'" for n in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
