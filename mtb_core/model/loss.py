@@ -27,7 +27,7 @@ TARGET_NAMES = ("targets", "target", "y")
 
 
 def takes_targets(module: nn.Module) -> bool:
-    """Whether `module` (the bare one; wrappers hide the signature) wants the targets as its second argument.
+    """Whether `module` wants the targets as its second argument.
 
     Raises:
         ConfigError: its ``forward`` needs an argument that nobody can give.
@@ -48,15 +48,28 @@ def takes_targets(module: nn.Module) -> bool:
     return takes
 
 
-def call_model(module: nn.Module, inputs: Tensor, targets: Tensor, takes: bool, valid: int) -> Any:
-    """Forward of one micro-batch; `takes` is what `takes_targets` said, `valid` the number of valid targets.
+class LossFunction:
+    """Forward and loss of one micro-batch, for models of every kind.
 
-    A model that averages over no valid target at all returns NaN, with NaN gradients. So that the share of such a
-    micro-batch can be exactly zero, the model sees token 0 as every target instead, and `loss_sum` multiplies by 0.
+    Args:
+        core: the bare module; wrappers hide the signature of its forward.
     """
-    if not takes:
-        return module(inputs)
-    return module(inputs, targets if valid else targets.clamp(min=0))
+
+    def __init__(self, spec: ModelSpec, core: nn.Module) -> None:
+        self._spec = spec
+        self._takes_targets = takes_targets(core)
+
+    def __call__(self, module: nn.Module, inputs: Tensor, targets: Tensor, valid: int) -> Tensor:
+        """Call `module` (`core`, or what wraps it); arguments and value otherwise as in `loss_sum`.
+
+        A model that averages over no valid target at all returns NaN, with NaN gradients. So that the share of such a
+        micro-batch can be exactly zero, the model sees token 0 for every target instead, and `loss_sum` multiplies
+        its mean by 0.
+        """
+        if not self._takes_targets:
+            return loss_sum(self._spec, module(inputs), targets, valid)
+        output = module(inputs, targets if valid else targets.clamp(min=0))
+        return loss_sum(self._spec, output, targets, valid)
 
 
 def loss_sum(spec: ModelSpec, output: Any, targets: Tensor, valid: int) -> Tensor:
@@ -89,10 +102,12 @@ def _loss_or_logits(output: Any) -> Tensor:
     """The scalar loss where there is one, else the logits."""
     if isinstance(output, Tensor):
         return output
+    candidates: list[Any]
     if isinstance(output, Mapping):
         candidates = [output.get("loss"), output.get("logits")]
     elif isinstance(output, tuple | list):
-        candidates = sorted((t for t in output[:2] if isinstance(t, Tensor)), key=lambda t: t.dim() > 0)
+        candidates = [t for t in output[:2] if isinstance(t, Tensor)]
+        candidates.sort(key=lambda t: t.dim() > 0)
     else:
         candidates = [getattr(output, "loss", None), getattr(output, "logits", None)]
     for candidate in candidates:

@@ -35,12 +35,21 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return floor + (peak - floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-def apply(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
-    """Set every group's rate for the step that follows `step` completed ones.
+class LearningRate:
+    """Writes the schedule's rate into an optimizer's groups.
 
     A group whose ``initial_lr`` differs from the configured rate follows the same curve, scaled by their ratio.
     """
-    rate, peak = learning_rate(config, step), config.learning_rate
-    for group in optimizer.param_groups:
-        base = group["initial_lr"]
-        group["lr"] = rate if base == peak else base * (rate / peak)
+
+    def __init__(self, config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
+        self._config = config
+        self._optimizer = optimizer
+
+    def set(self, step: int) -> float:
+        """Set every group's ``lr`` for the step that follows `step` completed ones; returns the first group's."""
+        rate, peak = learning_rate(self._config, step), self._config.learning_rate
+        groups = self._optimizer.param_groups
+        for group in groups:
+            base = group["initial_lr"]
+            group["lr"] = rate if base == peak else base * (rate / peak)
+        return float(groups[0]["lr"])
