@@ -1,0 +1,107 @@
+"""The group ``mtb``. Commands are found by their descriptions and imported only when they are invoked."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from mtb_core import __version__
+from mtb_core.api import CommandInfo, PluginError, load_reference
+from mtb_core.builtin.plugin import mtb_commands
+from mtb_core.registry.discovery import Registry, discover, warn_failed
+
+_WELCOME = """\
+MiniTrainBench {version}: train with any parallel strategy, and believe the numbers.
+
+Try:
+  mtb train                    train a small GPT on made-up tokens, in one process
+  mtb train --data DIR         the same on the text files of a folder{several}
+  mtb init                     write mtb.toml, a configuration to start from
+  mtb plugins list             what is installed
+  mtb doctor                   whether this machine is ready
+  mtb --help                   all commands; mtb train --help: all options"""
+
+
+class Root(click.Group):
+    """Core's own commands first: they work, and load no plugin, whatever is installed beside them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Names of all commands."""
+        return list(_registry().commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The command `cmd_name`, imported now."""
+        own = {info.name: info for info in mtb_commands()}
+        return _load(own[cmd_name] if cmd_name in own else _registry().command(cmd_name))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the first argument names."""
+        try:
+            return super().resolve_command(ctx, args)
+        except PluginError as error:
+            raise click.UsageError(str(error), ctx) from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Write the commands under their headings, without importing one."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for info in _registry().commands.values():
+            groups.setdefault(info.group, []).append((info.name, info.help))
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def _registry() -> Registry:
+    registry = discover(strict=False)
+    warn_failed(registry, warn)
+    return registry
+
+
+def warn(text: str) -> None:
+    """One warning for people; of several ranks, the first one says it."""
+    if os.environ.get("RANK", "0") == "0":
+        click.echo(f"mtb: warning: {text}", err=True)
+
+
+def _load(info: CommandInfo) -> click.Command:
+    try:
+        command = load_reference(info.impl)
+    except Exception as error:
+        msg = f"The command '{info.name}' cannot be used: importing {info.impl} raised {type(error).__name__}: {error}."
+        raise PluginError(msg) from error
+    if not isinstance(command, click.Command):
+        msg = f"The command '{info.name}' cannot be used: {info.impl} is no click command."
+        raise PluginError(msg)
+    return command
+
+
+def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from importlib import metadata  # noqa: PLC0415
+
+        try:
+            torch = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            torch = "not installed"
+        click.echo(f"mtb {__version__} (torch {torch})")
+        ctx.exit()
+
+
+@click.group(
+    cls=Root,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show versions.")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors.")
+@click.pass_context
+def root(ctx: click.Context) -> Any:
+    """Train with any parallel strategy, measure it, and believe the numbers."""
+    if ctx.invoked_subcommand is None:
+        others = [name for r in _registry().records[1:] if r.status == "active" for name in r.provides["strategies"]]
+        line = f"\n  mtb train --strategy {others[0]} --nproc 2".ljust(32) + "on two ranks" if others else ""
+        click.echo(_WELCOME.format(version=__version__, several=line))
