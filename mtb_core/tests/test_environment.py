@@ -1,0 +1,196 @@
+"""Environment and provenance: what is recorded, and what must never be."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mtb_core.measure import environment as module
+from mtb_core.measure.environment import environment, in_container, provenance, redact, redact_command
+
+FIELDS = {
+    "git_revision",
+    "git_dirty",
+    "build_revision",
+    "image_ref",
+    "image_id",
+    "base_image",
+    "command",
+    "complete",
+    "missing_fields",
+}
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if outside of any container, and without MTB_* variables."""
+    for name in [n for n in os.environ if n.startswith("MTB_")]:
+        monkeypatch.delenv(name)
+    for name in module._CONTAINER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(module, "_CONTAINER_MARKS", ())
+    return monkeypatch
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A git checkout with one commit."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text("pass\n")
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", "train.py"], [*author, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+def test_environment_is_strict_json_and_names_what_matters() -> None:
+    """Versions and hardware are there; the document is strict JSON; a CPU run says nothing of CUDA."""
+    got = json.loads(json.dumps(environment("cpu"), allow_nan=False))
+    for name in ("os", "cpu_model", "python", "torch"):
+        assert isinstance(got[name], str)
+        assert got[name]
+    assert 1 <= got["cpu_cores"] <= got["cpu_cores_total"]
+    assert got["memory_mib"] > 0
+    assert got["cuda"] is None
+    assert "numpy" in got["libraries"]
+
+
+def test_only_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables come from a list; proxies, tokens and unknown ones never do; values are cleaned."""
+    home = str(Path("~").expanduser())
+    secrets = {
+        "https_proxy": "http://user:hunter2@proxy.example:3128",
+        "HF_TOKEN": "hunter2",
+        "NCCL_HUNTER": "hunter2",
+        "HOSTNAME": "hunter2",
+    }
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-1f2e")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "10.1.2.3")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"file:{home}/x")
+    text = json.dumps(environment())
+    assert "hunter2" not in text
+    assert "proxy" not in text
+    variables = environment()["variables"]
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert variables["CUDA_VISIBLE_DEVICES"] == "<gpu>,<gpu>"
+    assert variables["GLOO_SOCKET_IFNAME"] == "<address>"
+    assert variables["PYTORCH_ALLOC_CONF"] == "file:~/x"
+
+
+def test_host_name_and_home_never_show() -> None:
+    """Neither this host's name nor the home folder is anywhere in environment and provenance."""
+    host, home = socket.gethostname(), str(Path("~").expanduser())
+    argv = [
+        f"{home}/bin/mtb",
+        "train",
+        "--data",
+        f"{home}/corpus",
+        "--rdzv-endpoint",
+        f"{host}:29500",
+        "--run-dir",
+        f"runs/{host}",
+    ]
+    text = json.dumps({"e": environment(), "p": provenance(argv)})
+    assert f'"{host}' not in text
+    assert host not in provenance(argv)["command"].split()
+    assert f"/{host}" not in text
+    assert f"{home}/" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["/opt/venv/bin/mtb", "train", "--nproc", "2"], "mtb train --nproc 2"),
+        (["mtb", "train", "--hub-token", "hunter2", "--seed", "1"], "mtb train --hub-token <hidden> --seed 1"),
+        (["mtb", "train", "--api-key=hunter2"], "mtb train '--api-key=<hidden>'"),
+        (["mtb", "train", "--sink", "x:password=hunter2"], "mtb train --sink 'x:password=<hidden>'"),
+        (["mtb", "train", "--rdzv-endpoint", "node7:29500"], "mtb train --rdzv-endpoint <hidden>"),
+        (["mtb", "train", "--data", "s3://me:hunter2@store/x y"], "mtb train --data 's3://<hidden>@store/x y'"),
+        (["mtb", "data", "--tokenizer", "t.json"], "mtb data --tokenizer t.json"),
+        (["mtb", "train", "--data", "/home/alice/my data"], "mtb train --data ~/'my data'"),
+        (["mtb", "train", "--run-dir", "/rooted/x"], "mtb train --run-dir /rooted/x"),
+        (["mtb", "train", "--nnodes", "1:2", "--x", "8:16:32"], "mtb train --nnodes 1:2 --x 8:16:32"),
+        (["mtb", "train", "--x", "fe80::1"], "mtb train --x '<address>'"),
+    ],
+)
+def test_commands_are_cleaned(words: list[str], shown: str) -> None:
+    """A recorded command can be typed again, and holds no secret, address or home folder."""
+    assert redact_command(words) == shown
+
+
+def test_host_name_in_a_command_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host's name is hidden as a word of its own, long and short, and nowhere else."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu7.example.org")
+    got = redact_command(["mtb", "train", "--data", "/data/gpu7/x", "--run-dir", "gpu7.example.org", "--seed", "gpu77"])
+    assert got == "mtb train --data '/data/<host>/x' --run-dir '<host>' --seed gpu77"
+
+
+def test_ordinary_text_is_left_alone() -> None:
+    """Versions, times and paths that hold nothing private stay as they are."""
+    for text in ("2.13.0", "12:30:45", "/data/set", "max_split_size_mb:128", "NCCL_ALGO=Ring"):
+        assert redact(text) == text
+
+
+def test_provenance_of_a_clean_and_a_changed_checkout(outside: pytest.MonkeyPatch, checkout: Path) -> None:
+    """The revision is that of HEAD; dirty means that a tracked file differs; nothing is missing outside a container."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, check=True, capture_output=True, text=True).stdout
+    (checkout / "notes.txt").write_text("untracked files do not count\n")
+    got = provenance(["mtb", "train"], folder=checkout)
+    assert set(got) == FIELDS
+    assert (got["git_revision"], got["git_dirty"]) == (head.strip(), False)
+    assert got["complete"] is True
+    assert got["missing_fields"] == []
+    assert got["image_ref"] is None
+    (checkout / "train.py").write_text("fail\n")
+    assert provenance(["mtb"], folder=checkout)["git_dirty"] is True
+
+
+def test_without_a_checkout_the_revision_is_missing(outside: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No checkout and no variable: said so, not invented; dirty is unknown, not false."""
+    outside.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    got = provenance(["mtb"], folder=tmp_path)
+    assert (got["git_revision"], got["git_dirty"]) == (None, None)
+    assert got["missing_fields"] == ["git_revision"]
+    assert got["complete"] is False
+
+
+def test_without_git_nothing_breaks(outside: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without git still gets a record."""
+    outside.setenv("PATH", str(tmp_path))
+    assert provenance(["mtb"])["git_revision"] is None
+
+
+def test_revision_can_be_given(outside: pytest.MonkeyPatch, checkout: Path) -> None:
+    """MTB_GIT_REVISION wins; whether it is clean is known only where the checkout is at that revision."""
+    outside.setenv("MTB_GIT_REVISION", "0123abc")
+    got = provenance(["mtb"], folder=checkout)
+    assert (got["git_revision"], got["git_dirty"], got["complete"]) == ("0123abc", None, True)
+
+
+def test_in_a_container_the_images_fields_are_required(outside: pytest.MonkeyPatch, checkout: Path) -> None:
+    """Inside a container what is not told of the image is missing; when all is told, the record is complete."""
+    assert not in_container()
+    outside.setenv("container", "podman")
+    assert in_container()
+    got = provenance(["mtb"], folder=checkout)
+    assert got["missing_fields"] == ["build_revision", "image_ref", "image_id", "base_image"]
+    told = {
+        "MTB_BUILD_REVISION": "abc",
+        "MTB_IMAGE_REF": "example/mtb:1",
+        "MTB_IMAGE_ID": "sha256:12",
+        "MTB_BASE_IMAGE": "debian:12",
+    }
+    for name, value in told.items():
+        outside.setenv(name, value)
+    got = provenance(["mtb"], folder=checkout)
+    assert got["complete"] is True
+    assert got["image_id"] == "sha256:12"
