@@ -1,0 +1,205 @@
+"""torch's elastic agent with worker processes of our own: the one place that touches its inside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events import Event, EventSource
+
+from mtb_core.api.values import World
+from mtb_core.ranks.failures import Failure, first_cause
+
+from .child import Start
+from .meeting import OneNode, many_nodes
+from .processes import WorkerProcess, pick_method, wait_for_news
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from .elastic import LauncherSignals, LaunchSpec
+
+#: How often logs and progress are looked at, and other nodes asked after.
+TICK_S = 0.1
+#: After a failure the other ranks may leave by themselves for so long; then they are killed.
+GRACE_S = 3.0
+#: A killed process is gone at once, unless the system holds it (a device that does not answer).
+END_S = 1.0
+
+
+class Agent(SimpleElasticAgent):
+    """Runs the workers of one node.
+
+    Attributes:
+        values: what workers returned, by global rank.
+        failures: of the last attempt.
+        stop_seen: name of a stop signal that a worker got, from whomever.
+        restarts: how often workers were started again after a failure.
+    """
+
+    def __init__(self, spec: LaunchSpec, signals: LauncherSignals) -> None:
+        self._method = pick_method(spec.start_method)
+        if spec.max_nodes == 1:
+            meeting: Any = OneNode()
+        else:
+            assert spec.rdzv_endpoint is not None
+            meeting = many_nodes(spec.rdzv_endpoint, spec.min_nodes, spec.max_nodes)
+        super().__init__(
+            WorkerSpec(
+                role="mtb",
+                local_world_size=spec.nproc,
+                rdzv_handler=meeting,
+                entrypoint=spec.entry,
+                max_restarts=spec.max_restarts,
+                monitor_interval=1e-6,  # `_monitor_workers` itself waits, and wakes up at once when something happens
+            )
+        )
+        self._launch = spec
+        self._signals = signals
+        self._meeting = meeting
+        self._workers: list[WorkerProcess] = []
+        self.values: dict[int, Any] = {}
+        self.failures: list[Failure] = []
+        self.stop_seen: str | None = None
+        self.restarts = 0
+
+    def leave(self) -> None:
+        """Tell other nodes that this one has ended."""
+        self._meeting.shutdown()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._signals.breaking():
+            super()._rendezvous(worker_group)
+
+    def _exit_barrier(self) -> None:
+        with self._signals.breaking():
+            super()._exit_barrier()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        store, first = worker_group.store, worker_group.workers[0]
+        assert store is not None
+        if worker_group.group_rank == 0:
+            store.set("mtb/attempt", uuid.uuid4().hex)
+        attempt = store.get("mtb/attempt").decode()
+        world = World(first.world_size, self._launch.nproc)
+        for worker in worker_group.workers:
+
+            def start(report: Connection, progress: Connection, worker: Any = worker) -> Start:
+                return Start(
+                    entry=self._launch.entry,
+                    payload=self._launch.payload,
+                    rank=worker.global_rank,
+                    local_rank=worker.local_rank,
+                    world=world,
+                    restarts=self.restarts,
+                    attempt=attempt,
+                    environment=self._environment(worker_group, worker),
+                    launcher=os.getpid(),
+                    log=self._launch.log_dir / f"rank_{worker.global_rank:05d}.log",
+                    report=report,
+                    progress=progress,
+                )
+
+            self._workers.append(WorkerProcess(start, self._method))
+        return {index: worker.process.pid for index, worker in enumerate(self._workers)}
+
+    def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:
+        """The variables that torchrun sets too, for code that reads them."""
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(self._launch.nproc),
+            "GROUP_RANK": str(group.group_rank),
+            "GROUP_WORLD_SIZE": str(group.group_world_size),
+            "MASTER_ADDR": str(group.master_addr),
+            "MASTER_PORT": str(group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._launch.max_restarts),
+            "TORCHELASTIC_RUN_ID": self._meeting.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._meeting.use_agent_store),
+        }
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wait(TICK_S)
+        if self._signals.killing:
+            self._remaining_restarts = 0
+            return RunResult(WorkerState.FAILED)
+        if any(worker.failure is not None for worker in self._workers):
+            self._await_the_others()
+            self._after_failure()
+            return RunResult(WorkerState.FAILED)
+        if all(worker.done for worker in self._workers):
+            self.failures = []
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict(self.values))
+        return RunResult(WorkerState.HEALTHY)
+
+    def _wait(self, timeout: float) -> None:
+        """Wait for news and take in all there is: signals, reports, progress, lines of the logs."""
+        wait_for_news(self._workers, self._signals.wake, timeout)
+        for number in self._signals.take():
+            for worker in self._workers:
+                worker.signal(number)
+        for worker in self._workers:
+            worker.poll()
+            if self._launch.on_progress is not None:
+                for fields in worker.progress():
+                    self._launch.on_progress(fields)
+            if self._launch.on_line is not None:
+                for line in worker.lines():
+                    self._launch.on_line(worker.rank, line)
+            if worker.report is not None:
+                self.stop_seen = self.stop_seen or worker.report.stop
+                if worker.report.failure is None:
+                    self.values[worker.rank] = worker.report.value
+
+    def _await_the_others(self) -> None:
+        """After a failure, let the other workers report theirs; what has not left in time is killed."""
+        deadline = time.monotonic() + GRACE_S
+        while not all(worker.exited for worker in self._workers):
+            if time.monotonic() > deadline or self._signals.killing:
+                break
+            self._wait(TICK_S)
+        self._end_workers()
+        self._wait(0)
+
+    def _after_failure(self) -> None:
+        self.failures = [worker.failure for worker in self._workers if worker.failure is not None]
+        if self._signals.first is not None or self.stop_seen is not None:
+            self._remaining_restarts = 0  # it was to end anyway
+        if self._remaining_restarts > 0:
+            self.restarts += 1
+            self.values.clear()
+            cause = first_cause(self.failures)
+            if self._launch.on_restart is not None and cause is not None:
+                self._launch.on_restart(cause, self.restarts)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
+        """End what is left at once: workers that were to leave in order have done so before."""
+        self._end_workers()
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    def _end_workers(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.process.join(END_S)
+
+    def _construct_event(self, state: str, source: EventSource, *_args: Any, **_kwargs: Any) -> Event:
+        """An event without the host's name, which torch would look up for each one; nobody reads them here."""
+        return Event(f"torchelastic.worker.status.{state}", source)

@@ -1,0 +1,150 @@
+"""What a worker process does around its entry: live and die with the launcher, log to a file, report the end."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import pickle
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core.api.values import World
+from mtb_core.ranks.failures import Failure, failure_of
+from mtb_core.ranks.signals import STOP_SIGNALS, StopFlag
+from mtb_core.ranks.worker import Worker
+
+from .worker import limit_threads
+
+_PR_SET_PDEATHSIG = 1
+
+
+@attrs.frozen
+class Start:
+    """All that a worker process is started with.
+
+    Attributes:
+        launcher: process id of the launcher.
+        log: file for what the rank writes to file descriptors 1 and 2.
+        report: for one `Report`, at the end.
+        progress: for lines of JSON, at any time.
+    """
+
+    entry: Callable[[Any, Worker], Any]
+    payload: Any
+    rank: int
+    local_rank: int
+    world: World
+    restarts: int
+    attempt: str
+    environment: Mapping[str, str]
+    launcher: int
+    log: Path
+    report: Connection
+    progress: Connection
+
+
+@attrs.frozen
+class Report:
+    """How a worker ended: `value` is what entry returned, `stop` the signal that asked this rank to stop."""
+
+    value: Any = None
+    failure: Failure | None = None
+    stop: str | None = None
+
+
+def run_worker(start: Start) -> None:
+    """Body of a worker process. Stop signals are blocked when it begins, so that none is lost before it listens."""
+    _die_with(start.launcher)
+    os.setsid()  # Ctrl-C at the terminal is the launcher's to pass on
+    _write_to(start.log)
+    os.environ.update(start.environment)
+    with StopFlag().catching() as stop:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        report = _run(start, stop)
+        _flush()
+        start.report.send_bytes(report)
+    if pickle.loads(report).failure is not None:  # noqa: S301  (made here)
+        sys.exit(1)
+
+
+def _run(start: Start, stop: StopFlag) -> bytes:
+    """Run the entry; the pickled `Report`."""
+    try:
+        limit_threads(start.world.local_size)
+        worker = Worker(
+            start.rank,
+            start.local_rank,
+            start.world,
+            stop,
+            "mtb",
+            start.restarts,
+            Progress(start.progress),
+            start.attempt,
+        )
+        # Plain pickle: multiprocessing's would hand tensors over as shared memory, which ends with this process.
+        return pickle.dumps(Report(start.entry(start.payload, worker), stop=stop.requested))
+    except BaseException as error:  # noqa: BLE001  (whatever it is, the launcher is told)
+        failure = failure_of(error, start.rank)
+        if failure.kind == "exit code 0":
+            return pickle.dumps(Report(stop=stop.requested))
+        sys.stderr.write(failure.traceback)
+        return pickle.dumps(Report(failure=failure, stop=stop.requested))
+
+
+class Progress:
+    """Hands small mappings to the launcher; never blocks, never fails."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection  # owns the descriptor
+        self._descriptor = connection.fileno()
+        os.set_blocking(self._descriptor, False)
+
+    def __call__(self, fields: dict[str, Any]) -> None:
+        """Send `fields` if there is room; writes of up to PIPE_BUF bytes are whole or not at all."""
+        line = json.dumps(fields, default=str).encode() + b"\n"
+        if len(line) <= select.PIPE_BUF:
+            try:
+                os.write(self._descriptor, line)
+            except OSError:  # full, or the launcher is gone: progress is not worth more
+                pass
+
+
+def _die_with(launcher: int) -> None:
+    """Have the system kill this process when the launcher's thread that started it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before that call
+        os._exit(1)
+
+
+def _write_to(log: Path) -> None:
+    """Send standard output and error, also of C code, to the end of `log`."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # New objects: a forked one may hold a lock or text of another thread of the launcher.
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: PTH123, SIM115
+    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: PTH123, SIM115
+    faulthandler.enable(2)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    flush_c()
+
+
+def flush_c() -> None:
+    """Write out what C code has in its buffers; worker processes end without doing so."""
+    ctypes.CDLL(None).fflush(None)

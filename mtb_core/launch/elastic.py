@@ -1,0 +1,209 @@
+"""Start the ranks of this node through torch's elastic agent and see them through to their end.
+
+The agent (rendezvous, ranks, restarts, exit barrier) is torch's `SimpleElasticAgent`; this module gives it worker
+processes of our own, because its stock ones neither die with the launcher nor end within seconds of a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import attrs
+
+from mtb_core.api.errors import RunFailed
+from mtb_core.ranks.failures import Failure, first_cause
+from mtb_core.ranks.signals import STOP_SIGNALS
+from mtb_core.ranks.worker import Worker
+
+ExitReason = Literal["done", "stopped", "interrupted", "failed"]
+
+
+@attrs.frozen(kw_only=True)
+class LaunchSpec:
+    """What to start.
+
+    Attributes:
+        entry: ``entry(payload, worker)``, a module-level function; what it returns must be picklable.
+        payload: picklable, the same for all ranks.
+        nproc: ranks on this node.
+        min_nodes: the fewest nodes to start with.
+        max_nodes: the most nodes.
+        rdzv_endpoint: ``HOST:PORT`` where nodes meet; needed for more than one.
+        max_restarts: how often all ranks are started again after a failure.
+        start_method: ``"fork"``, ``"spawn"``, or ``"auto"``: fork where that is safe.
+        log_dir: made if missing; rank N writes to ``rank_0000N.log`` there.
+        on_line: ``on_line(rank, line)`` for each whole line that a rank of this node writes.
+        on_progress: ``on_progress(fields)`` for each mapping that a rank hands to ``worker.progress``.
+        on_restart: ``on_restart(failure, restarts)`` before ranks are started again.
+        debug: let torch's own messages about launching through.
+    """
+
+    entry: Callable[[Any, Worker], Any]
+    payload: Any = None
+    nproc: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
+    rdzv_endpoint: str | None = None
+    max_restarts: int = 0
+    start_method: str = "auto"
+    log_dir: Path
+    on_line: Callable[[int, str], None] | None = None
+    on_progress: Callable[[dict[str, Any]], None] | None = None
+    on_restart: Callable[[Failure, int], None] | None = None
+    debug: bool = False
+
+
+@attrs.frozen
+class LaunchOutcome:
+    """How it ended.
+
+    Attributes:
+        exit_reason: ``"done"``; ``"stopped"`` by SIGTERM or SIGUSR1 and ``"interrupted"`` by Ctrl-C, where every
+            rank left by itself or a second Ctrl-C ended them; ``"failed"``.
+        values: what the entry returned, by global rank, for the ranks of this node that returned.
+        failure: the first cause, where it failed.
+        restarts: how often ranks were started again after a failure.
+    """
+
+    exit_reason: ExitReason
+    values: dict[int, Any]
+    failure: Failure | None
+    restarts: int
+
+
+class LauncherSignals:
+    """Signals that the launcher has got and not yet passed on; `wake` becomes readable when there are any."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self.killing = False
+        self._breakable = False
+        self._pending: list[int] = []
+        self.wake, self._waker = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(self._waker, False)
+
+    def take(self) -> list[int]:
+        """Signals to pass on, each once."""
+        try:
+            os.read(self.wake, 4096)
+        except BlockingIOError:
+            return []
+        taken, self._pending = self._pending, []
+        return taken
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Meanwhile a signal raises torch's `SignalException`: there is no worker to pass it on to."""
+        self._breakable = True
+        try:
+            yield
+        finally:
+            self._breakable = False
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Note stop signals instead of dying from them; the former handlers come back afterwards."""
+        here = threading.current_thread() is threading.main_thread()
+        former = {number: signal.signal(number, self._note) for number in STOP_SIGNALS} if here else {}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            os.close(self.wake)
+            os.close(self._waker)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+
+        name = signal.Signals(number).name
+        if number == signal.SIGINT and self.first == "SIGINT":
+            self.killing = True
+        if self.first is None:
+            self.first = name
+        self._pending.append(number)
+        try:
+            os.write(self._waker, b"s")
+        except BlockingIOError:  # it is awake
+            pass
+        if self._breakable:
+            raise SignalException(f"stopped by {name}", sigval=signal.Signals(number))
+
+
+def launch(spec: LaunchSpec) -> LaunchOutcome:
+    """Start the ranks and wait for their end; no process of theirs is left when this returns.
+
+    Signals that this process gets meanwhile: SIGTERM, SIGUSR1 and the first Ctrl-C are passed on to the ranks, which
+    agree on a step and leave; a second Ctrl-C ends them at once. If this process dies, by whatever signal, the
+    system kills the ranks. From other threads than the main one it works too, without handlers for signals.
+
+    Callbacks run in the calling thread, about ten times a second.
+
+    Raises:
+        RunFailed: nodes could not meet.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.rendezvous.api import RendezvousError  # noqa: PLC0415
+
+    from .agent import Agent  # noqa: PLC0415  (imports torch)
+
+    spec.log_dir.mkdir(parents=True, exist_ok=True)
+    signals = LauncherSignals()
+    with _quiet(debug=spec.debug), signals.catching():
+        agent = None
+        try:
+            agent = Agent(spec, signals)
+            agent.run()
+            agent.leave()
+        except SignalException:
+            pass  # before the ranks were started
+        except RendezvousError as error:
+            failure = None if agent is None else first_cause(agent.failures)
+            if failure is None:
+                msg = (
+                    f"The nodes could not meet at --rdzv-endpoint {spec.rdzv_endpoint}: {error} Check that "
+                    f"{spec.min_nodes} to {spec.max_nodes} nodes were started, that the address is the same "
+                    "everywhere, and that its port can be reached from all of them."
+                )
+                raise RunFailed(msg) from error
+        return _outcome(agent, signals)
+
+
+def _outcome(agent: Any, signals: LauncherSignals) -> LaunchOutcome:
+    values = {} if agent is None else agent.values
+    failures = [] if agent is None else agent.failures
+    restarts = 0 if agent is None else agent.restarts
+    if signals.killing:
+        return LaunchOutcome("interrupted", values, None, restarts)
+    if failures:
+        return LaunchOutcome("failed", values, first_cause(failures), restarts)
+    asked = signals.first or (None if agent is None else agent.stop_seen)
+    if asked is None:
+        return LaunchOutcome("done", values, None, restarts)
+    return LaunchOutcome("interrupted" if asked == "SIGINT" else "stopped", values, None, restarts)
+
+
+@contextmanager
+def _quiet(*, debug: bool) -> Iterator[None]:
+    """Keep torch's messages about launching from the console: what matters of them is in the outcome."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    if debug:
+        yield
+        return
+    former, silence = logger.propagate, logging.NullHandler()
+    logger.propagate = False
+    logger.addHandler(silence)
+    try:
+        yield
+    finally:
+        logger.propagate = former
+        logger.removeHandler(silence)

@@ -1,0 +1,41 @@
+"""A worker: the process of one rank, however it was started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import attrs
+
+from mtb_core.api.values import World
+
+from .signals import StopFlag
+
+LaunchedBy = Literal["mtb", "torchrun", "slurm", "self"]
+
+
+def _nobody(_fields: dict[str, Any]) -> None:
+    """Progress where nobody shows it."""
+
+
+@attrs.frozen
+class Worker:
+    """What a rank knows before any communication.
+
+    Attributes:
+        stop: whether this process was asked to stop.
+        launched_by: ``"mtb"`` (our launcher), ``"torchrun"``, ``"slurm"``, or ``"self"``: one rank in this process.
+        restarts: how often the ranks were started again after a failure.
+        progress: ``progress(fields)`` hands a small mapping of JSON values to the launcher; it never blocks, and
+            what does not fit is dropped.
+        attempt: names this start of all ranks; the same on every rank, another one after a restart.
+    """
+
+    rank: int
+    local_rank: int
+    world: World
+    stop: StopFlag
+    launched_by: LaunchedBy
+    restarts: int = 0
+    progress: Callable[[dict[str, Any]], None] = _nobody
+    attempt: str = "0"
