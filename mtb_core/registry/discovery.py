@@ -10,7 +10,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from typing import Any
 
 import attrs
@@ -29,10 +28,10 @@ from mtb_core.api import (
     nearest,
 )
 
-from .loading import Loaded, Source, load
+from .entry_points import Source, installed
+from .loading import Loaded, load
 from .records import KINDS, Kind, PluginRecord
 
-GROUP = "mtb"
 CORE = Source("core", "mtb_core.builtin.plugin", "mtb-core", __version__)
 
 
@@ -151,7 +150,7 @@ def warn_failed(registry: Registry, warn: Callable[[str], None]) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _discover(disabled: frozenset[str], by_environment: frozenset[str], _path: tuple[str, ...]) -> Registry:
-    sources = [CORE, *_installed()]
+    sources = [CORE, *(source for source in installed() if source.target != CORE.target)]
     _check_disabled(disabled, by_environment, sources)
     records: list[PluginRecord] = []
     tables: dict[str, dict[str, Any]] = {kind.plural: {} for kind in KINDS}
@@ -171,29 +170,6 @@ def _discover(disabled: frozenset[str], by_environment: frozenset[str], _path: t
         for plural, found in loaded.infos.items():
             tables[plural].update(found)
     return Registry(tuple(records), **tables)
-
-
-def _installed() -> list[Source]:
-    """Entry points of the group but core's own, in the order in which they are loaded.
-
-    Distributions are looked through one by one, because `importlib.metadata.entry_points` stops at the first one
-    whose file is damaged, whoever it belongs to.
-    """
-    found = []
-    for name in _candidates():
-        distribution = metadata.distribution(name)  # the first on the path, which is the one whose code is imported
-        try:
-            entries = [(e.name, e.value) for e in distribution.entry_points if e.group == GROUP]
-        except Exception:  # noqa: BLE001  (a damaged file raises anything)
-            entries = [(name, "")]
-        found += [Source(entry, target, name, distribution.version or "unknown") for entry, target in entries]
-    return sorted((s for s in found if s.target != CORE.target), key=lambda s: (s.name, s.distribution, s.target))
-
-
-def _candidates() -> set[str]:
-    """Names of the distributions that may have entry points of the group; a cheap test of their files' text."""
-    texts = ((d, d.read_text("entry_points.txt")) for d in metadata.distributions())
-    return {d.name for d, text in texts if text and f"[{GROUP}]" in text and d.name}
 
 
 def _check_disabled(disabled: frozenset[str], by_environment: frozenset[str], sources: list[Source]) -> None:

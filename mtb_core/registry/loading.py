@@ -14,22 +14,8 @@ import pluggy
 
 from mtb_core.api import PLUGIN_API, DiscoverySpecs, NoOptions, RunSpecs, nearest
 
+from .entry_points import Source
 from .records import KINDS, Kind, PluginRecord
-
-
-@attrs.frozen
-class Source:
-    """An entry point of group ``mtb``: where a plugin's code is and which distribution brought it."""
-
-    name: str
-    target: str  # "package.module" or "package.module:object"; empty where the distribution's file is damaged
-    distribution: str
-    version: str
-
-    @property
-    def module(self) -> str:
-        """The module to import."""
-        return self.target.partition(":")[0].strip()
 
 
 @attrs.frozen
