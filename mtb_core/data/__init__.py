@@ -1,8 +1,21 @@
-"""Data: where samples come from, in which order, and how they reach a rank.
+"""Data: where samples come from, in which order, and how they reach a rank. Each module says what it provides.
 
-Importing the package is cheap; `loader` and `evaluation` are the only modules that need torch.
+`loader` and `evaluation` need torch, the others numpy; importing the package alone loads neither.
 """
 
-from .dataset import Dataset
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .dataset import Dataset
 
 __all__ = ["Dataset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Dataset":
+        return importlib.import_module(".dataset", __name__).Dataset
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.config import IGNORE_LABEL
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 #: Stands in a list of sample numbers for "no sample": padding.
 PADDING = -1
@@ -50,8 +49,6 @@ def fetch_padded(dataset: Dataset, ids: NDArray[np.int64]) -> tuple[NDArray[np.i
     Raises:
         ConfigError: the data set returns arrays of another shape or dtype than it must.
     """
-    import numpy as np  # noqa: PLC0415  (the package itself stays cheap to import)
-
     real = ids >= 0
     if real.all():
         return _fetch(dataset, ids)
@@ -65,7 +62,7 @@ def fetch_padded(dataset: Dataset, ids: NDArray[np.int64]) -> tuple[NDArray[np.i
 def _fetch(dataset: Dataset, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     inputs, targets = dataset.fetch(ids)
     shape = (len(ids), dataset.seq_length)
-    if inputs.shape != shape or targets.shape != shape or inputs.dtype != "int64" or targets.dtype != "int64":
+    if inputs.shape != shape or targets.shape != shape or inputs.dtype != np.int64 or targets.dtype != np.int64:
         msg = (
             f"The data set {type(dataset).__name__} returned inputs {inputs.dtype}{list(inputs.shape)} and targets "
             f"{targets.dtype}{list(targets.shape)}; fetch(indices) must return two int64 arrays of shape "

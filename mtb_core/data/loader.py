@@ -20,7 +20,9 @@ from .dataset import PADDING, Dataset, fetch_padded
 from .order import EpochOrder
 
 _ENDLESS = 1 << 62  # samples in the one epoch of an endless data set
-_PLANNED = 4096  # sample numbers that are worked out at once: few calls of numpy, little memory
+# Small steps are made several at once, or the cost of numpy's calls would be a visible part of a step.
+_PLANNED = 4096  # sample numbers that are worked out at once
+_FETCHED = 8192  # tokens that are fetched at once
 
 
 @attrs.frozen(eq=False)
@@ -50,12 +52,12 @@ class StepBatch:
 
 
 @attrs.frozen
-class _Step:
-    """Which samples a step takes: `ids` of this rank, `samples` of all ranks."""
+class _Steps:
+    """Which samples some steps take: `ids` [steps, accumulation, batch] of this rank, `samples` [steps] of all ranks."""
 
     epoch: int
     ids: NDArray[np.int64]
-    samples: int
+    samples: list[int]
 
 
 class Loader:
@@ -106,10 +108,10 @@ class Loader:
         self._ready: SimpleQueue[StepBatch | BaseException] = SimpleQueue()
         for _ in range(prefetch):
             self._permits.put(True)
-        steps = _steps(dataset.size, seed, samples_seen, (accumulation, data_size, batch_size), data_rank)
+        plan = _plan(dataset, seed, samples_seen, (accumulation, data_size, batch_size), data_rank)
         self._thread = threading.Thread(
             target=_produce,
-            args=(dataset, steps, self._device.type == "cuda", self._permits, self._ready),
+            args=(dataset, plan, self._device.type == "cuda", self._permits, self._ready),
             name="mtb-data",
             daemon=True,
         )
@@ -168,33 +170,38 @@ class Loader:
 
 def _produce(
     dataset: Dataset,
-    steps: Iterator[_Step],
+    plan: Iterator[_Steps],
     pin: bool,
     permits: SimpleQueue[bool],
     ready: SimpleQueue[StepBatch | BaseException],
 ) -> None:
     """The background thread: one batch for each permit."""
     try:
-        while permits.get():
-            ready.put(_assemble(dataset, next(steps), pin))
+        for steps in plan:
+            for batch in _assemble(dataset, steps, pin):
+                if not permits.get():
+                    return
+                ready.put(batch)
     except BaseException as error:  # noqa: BLE001  (whatever it is, the caller of next() must see it)
         ready.put(error)
 
 
-def _assemble(dataset: Dataset, step: _Step, pin: bool) -> StepBatch:
-    inputs, targets = fetch_padded(dataset, step.ids.ravel())
-    shape = (*step.ids.shape, dataset.seq_length)
-    tensors = [torch.from_numpy(array.reshape(shape)) for array in (inputs, targets)]
+def _assemble(dataset: Dataset, steps: _Steps, pin: bool) -> list[StepBatch]:
+    shape = (*steps.ids.shape, dataset.seq_length)
+    inputs, targets = (array.reshape(shape) for array in fetch_padded(dataset, steps.ids.ravel()))
+    valid = np.count_nonzero(targets != IGNORE_LABEL, axis=(2, 3))
+    tensors = [torch.from_numpy(inputs), torch.from_numpy(targets)]
     if pin:
         tensors = [tensor.pin_memory() for tensor in tensors]
-    valid = np.count_nonzero((targets != IGNORE_LABEL).reshape(len(step.ids), -1), axis=1)
-    return StepBatch(tensors[0], tensors[1], tuple(valid.tolist()), step.samples, step.epoch, step.ids)
+    parts = zip(*tensors, valid.tolist(), steps.samples, steps.ids, strict=True)
+    return [StepBatch(x, y, tuple(tokens), samples, steps.epoch, ids) for x, y, tokens, samples, ids in parts]
 
 
-def _steps(
-    size: int | None, seed: int, samples_seen: int, shape: tuple[int, int, int], data_rank: int
-) -> Iterator[_Step]:
+def _plan(
+    dataset: Dataset, seed: int, samples_seen: int, shape: tuple[int, int, int], data_rank: int
+) -> Iterator[_Steps]:
     """The samples of data rank `data_rank` in each step from `samples_seen` on; `shape` is that of a global batch."""
+    size = dataset.size
     accumulation, data_size, batch_size = shape
     total = accumulation * data_size * batch_size
     order = None if size is None else EpochOrder(size, seed)
@@ -202,6 +209,7 @@ def _steps(
     epoch, offset = divmod(samples_seen, epoch_size)
     within = np.arange(total, dtype=np.int64).reshape(shape)[:, data_rank]
     planned = max(1, _PLANNED // within.size)
+    fetched = max(1, _FETCHED // (within.size * dataset.seq_length))
     while True:
         starts = np.arange(offset, min(offset + planned * total, epoch_size), total, dtype=np.int64)
         ids = starts[:, None, None] + within
@@ -209,8 +217,9 @@ def _steps(
         if order is not None:
             ids[real] = order.indices(epoch, ids[real])
         ids[~real] = PADDING
-        for start, step_ids in zip(starts.tolist(), ids, strict=True):
-            yield _Step(epoch, step_ids, min(total, epoch_size - start))
+        samples = np.minimum(total, epoch_size - starts).tolist()
+        for first in range(0, len(starts), fetched):
+            yield _Steps(epoch, ids[first : first + fetched], samples[first : first + fetched])
         offset += len(starts) * total
         if offset >= epoch_size:
             epoch, offset = epoch + 1, 0
