@@ -12,6 +12,7 @@ from . import api
 from .api import *  # noqa: F403  (the public contract is re-exported under one roof)
 
 if TYPE_CHECKING:
+    from .api.state import module_state
     from .config import TrainConfig, load_config
     from .measure.result import Result
     from .run import run
@@ -22,10 +23,11 @@ _LAZY = {
     "TrainConfig": ".config",
     "load_config": ".config",
     "Result": ".measure.result",
+    "module_state": ".api.state",
     "run": ".run",
 }
 
-__all__ = [*api.__all__, "Result", "TrainConfig", "__version__", "load_config", "run"]
+__all__ = [*api.__all__, "Result", "TrainConfig", "__version__", "load_config", "module_state", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -74,7 +74,7 @@ def mtb_models() -> Sequence[ModelInfo]:
 @hookimpl
 def mtb_datasets() -> Sequence[DatasetInfo]:
     """`synthetic`."""
-    return [DatasetInfo("synthetic", "Random tokens, made as needed.", "mtb_core.data.synthetic:synthetic_dataset")]
+    return [DatasetInfo("synthetic", "Random tokens, made as needed.", "mtb_core.data.synthetic:synthetic")]
 
 
 @hookimpl

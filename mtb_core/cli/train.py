@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from mtb_core.api.errors import EXIT_OK, EXIT_STOPPED
 from mtb_core.config import load_config
+from mtb_core.launch.worker import external_launcher
 from mtb_core.registry.discovery import discover, warn_failed
 
 from .options import GroupedCommand, GroupedOption, given_settings, setting_options
 from .root import warn
+
+if TYPE_CHECKING:
+    from mtb_core.measure.result import Result
 
 
 def _train(config: str | None, as_json: bool, quiet: bool, **_settings: Any) -> int:
@@ -26,18 +33,31 @@ def _train(config: str | None, as_json: bool, quiet: bool, **_settings: Any) -> 
     warn_failed(registry, warn)
     registry.strategy(wanted.strategy)
 
-    from mtb_core.run import run  # noqa: PLC0415  (imports torch; the help must not)
+    from mtb_core.run import reports_here, run  # noqa: PLC0415  (imports torch; the help must not)
 
     result = run(wanted, quiet=quiet)
+    if not reports_here():
+        return EXIT_OK
+    _show(result, as_json)
+    if result.exit_code == EXIT_STOPPED and external_launcher() is not None:
+        return EXIT_OK  # torchrun takes any other code for a failure, and would restart
+    return result.exit_code
+
+
+def _show(result: Result, as_json: bool) -> None:
+    """The result on stdout; what went wrong on stderr."""
     if as_json:
         from mtb_core.measure.jsonio import dumps  # noqa: PLC0415
 
-        click.echo(dumps(result.document, indent=2))
+        click.echo(dumps(result, indent=2))
     else:
         from .show import print_result  # noqa: PLC0415
 
-        print_result(result)
-    return result.exit_code
+        file = result.config.get("output") or (result.run_dir and Path(result.run_dir) / "result.json")
+        print_result(result, folder=result.run_dir, file=file)
+    if result.failure is not None:
+        sys.stdout.flush()
+        click.echo(f"mtb: error: {result.failure['text']}", err=True)
 
 
 train = GroupedCommand(
@@ -47,7 +67,7 @@ train = GroupedCommand(
     params=[
         GroupedOption(["--config"], metavar="FILE", help="TOML file with settings; `mtb init` writes one."),
         GroupedOption(["--json", "as_json"], is_flag=True, help="Print the result as one JSON document on stdout."),
-        GroupedOption(["--quiet"], is_flag=True, help="No progress, errors only."),
+        GroupedOption(["--quiet"], is_flag=True, help="No progress on stderr."),
         *setting_options(),
     ],
 )

@@ -20,12 +20,13 @@ from mtb_core.api.records import StepRecord
 from mtb_core.api.values import Job, MicroBatch, Prepared
 from mtb_core.config.schema import IGNORE_LABEL
 from mtb_core.data.loader import Loader, StepBatch
-from mtb_core.model.loss import call_model, loss_sum, takes_targets
+from mtb_core.model.loss import LossFunction
 from mtb_core.ranks.agree import gather_objects
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.registry.run_hooks import Hooks
-from mtb_core.train import schedule
-from mtb_core.train.gradients import GradientCheck, clip, describe_nonfinite, squared_norm
+
+from .gradients import GradientCheck, clip, describe_nonfinite, squared_norm
+from .schedule import LearningRate
 
 
 @attrs.define
@@ -92,7 +93,8 @@ class Trainer:
         self._loader = loader
         self._stop = stop
         self._memory_mib = memory_mib
-        self._takes_targets = takes_targets(prepared.core)
+        self._loss = LossFunction(job.model, prepared.core)
+        self._rate = LearningRate(job.config, prepared.optimizer)
         self._check = GradientCheck(job, prepared)
         self._leads = job.ctx.leads
         self._micros = tuple(
@@ -121,8 +123,7 @@ class Trainer:
         start = clock()
         batch, valid, progress = self._batch, self._valid, self.progress
         number = progress.global_step + 1
-        schedule.apply(self.prepared.optimizer, self.job.config, progress.global_step)
-        rate = self.prepared.optimizer.param_groups[0]["lr"]
+        rate = self._rate.set(progress.global_step)
         local_loss = self._forward_backward(batch, valid)
         shards = self.hooks.gradients(self.prepared)
         self._check(number)
@@ -189,7 +190,7 @@ class Trainer:
             with torch.no_grad():
                 for inputs, targets in batches:
                     real = targets.ne(IGNORE_LABEL)
-                    loss = self._loss(inputs, targets, int(real.sum()))
+                    loss = self._loss(module, inputs, targets, int(real.sum()))
                     total += torch.stack([loss.double(), real.sum().double(), real.any(dim=1).sum().double()])
         finally:
             module.train()
@@ -203,23 +204,19 @@ class Trainer:
 
     def _forward_backward(self, batch: StepBatch, valid: float) -> torch.Tensor:
         """All micro-batches of a step. Returns this rank's summed loss, detached, on the device."""
-        hooks, prepared = self.hooks, self.prepared
+        hooks, prepared, loss_of = self.hooks, self.prepared, self._loss
         share = 1.0 / max(valid, 1.0)
         total: torch.Tensor | None = None
         for micro, inputs, targets, count in zip(
             self._micros, batch.inputs, batch.targets, batch.valid_by_micro_batch, strict=True
         ):
             with hooks.micro_batch(prepared, micro):
-                loss = self._loss(inputs, targets, count)
+                loss = loss_of(prepared.module, inputs, targets, count)
                 hooks.backward(prepared, loss * share)
             detached = loss.detach()
             total = detached if total is None else total + detached
         assert total is not None
         return total
-
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor, valid: int) -> torch.Tensor:
-        output = call_model(self.prepared.module, inputs, targets, self._takes_targets, valid)
-        return loss_sum(self.job.model, output, targets, valid)
 
     def _agree(self, local_loss: torch.Tensor | float, norm_squared: torch.Tensor | float, batch: StepBatch) -> Agreed:
         """The step's one small all-reduce."""

@@ -1,0 +1,151 @@
+"""`run`: a configuration in, a `Result` out, on this process's own rank or on ranks that it launches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core.api.values import World
+from mtb_core.config import TrainConfig
+from mtb_core.launch.display import Display
+from mtb_core.launch.worker import Worker, alone, attach, external_launcher, world_of
+from mtb_core.measure.environment import environment, provenance
+from mtb_core.measure.result import Result
+from mtb_core.ranks.failures import Failure, failure_of
+from mtb_core.ranks.network import check_network
+from mtb_core.registry.discovery import Registry, discover
+from mtb_core.train.planning import Planned, check_output, make_run_folder, plan_run
+from mtb_core.train.worker_main import Payload, base_fields, failure_fields, rank_main
+
+
+def run(config: TrainConfig, *, quiet: bool = False) -> Result:
+    """Train as `config` says and measure it.
+
+    One process with ``nproc=1``; with more, workers are launched from here; started by torchrun or Slurm, this
+    process is one rank and every rank returns the same result. A run that failed after its ranks started is a result
+    too, with ``exit_reason`` "failed" and `failure`; call `Result.check` to raise instead.
+
+    Args:
+        quiet: no progress on stderr.
+
+    Raises:
+        ConfigError: nothing was started; the message says what would be valid.
+    """
+    registry = discover(disabled=config.no_plugin)
+    external = external_launcher() is not None
+    world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
+    planned = plan_run(config, registry, world)
+    check_output(config)
+    check_network(config)
+    several_nodes = config.max_nodes > 1
+    folder = None if external or several_nodes else make_run_folder(planned)
+    payload = Payload(config, folder, tuple(sys.argv))
+    with Display(quiet=quiet) as display:
+        if external:
+            result = _run_here(payload, planned, registry, display, external=True)
+        elif world.size == 1 and not several_nodes and not config.max_restarts:
+            result = _run_here(payload, planned, registry, display, external=False)
+        else:
+            result = _launch(payload, planned, registry, display)
+    if config.output is not None and not (external and _external_rank() != 0):
+        result.write(config.output)
+    return result
+
+
+def reports_here() -> bool:
+    """Whether this process is the one that talks to people: of external ranks, rank 0."""
+    return external_launcher() is None or _external_rank() == 0
+
+
+def _external_rank() -> int:
+    import os  # noqa: PLC0415
+
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def _run_here(payload: Payload, planned: Planned, registry: Registry, display: Display, *, external: bool) -> Result:
+    """This process is a rank."""
+    with ExitStack() as stack:
+        worker: Worker = stack.enter_context(attach() if external else alone())
+        if worker.rank == 0:
+            worker = attrs.evolve(worker, progress=display.progress)
+        try:
+            return Result.from_json(rank_main(payload, worker))
+        except Exception as error:
+            if external or payload.config.debug:
+                raise
+            return _failed(payload, planned, registry, failure_of(error, worker.rank), "failed", 0)
+
+
+def _launch(payload: Payload, planned: Planned, registry: Registry, display: Display) -> Result:
+    """Start ranks through torch's elastic agent and wait for them."""
+    from mtb_core.launch.elastic import LaunchSpec, launch  # noqa: PLC0415  (imports torch)
+
+    config = payload.config
+    log_dir = (payload.folder or Path("runs") / "logs") / "logs"
+    outcome = launch(
+        LaunchSpec(
+            entry=rank_main,
+            payload=payload,
+            nproc=config.nproc,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            rdzv_endpoint=config.rdzv_endpoint,
+            max_restarts=config.max_restarts,
+            start_method=config.start_method,
+            log_dir=log_dir,
+            on_line=display.line,
+            on_progress=display.progress,
+        )
+    )
+    if outcome.values:
+        return Result.from_json(next(iter(outcome.values.values())))
+    return _failed(payload, planned, registry, outcome.failure, outcome.exit_reason, outcome.restarts)
+
+
+def _failed(
+    payload: Payload,
+    planned: Planned,
+    registry: Registry,
+    failure: Failure | None,
+    exit_reason: str,
+    restarts: int,
+) -> Result:
+    """The result of a run that could not report one itself; what the metrics lines tell is kept."""
+    last = _last_metrics(payload.folder)
+    result = Result(
+        **base_fields(planned.resolved, payload.folder),
+        exit_reason=exit_reason,
+        failure=failure_fields(failure),
+        loss=last.get("loss"),
+        global_step=last.get("global_step", 0),
+        samples_seen=last.get("samples_seen", 0),
+        tokens_seen=last.get("tokens_seen", 0),
+        runtime={"resumed": False, "restarts": restarts, "seed": payload.config.seed},
+        environment=environment(),
+        plugins=[{"name": name, "version": version} for name, version in registry.plugins_in_use()],
+        provenance=provenance(payload.argv),
+        performance_invalid_reasons=[f"the run ended early: {exit_reason}"],
+    )
+    if payload.folder is not None:
+        result.write(payload.folder / "result.json")
+    return result
+
+
+def _last_metrics(folder: Path | None) -> dict[str, Any]:
+    """The last whole line of rank 0's metrics, if there is one."""
+    path = None if folder is None else folder / "metrics" / "rank_00000.jsonl"
+    if path is None or not path.is_file():
+        return {}
+    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        return values
+    return {}

@@ -1,0 +1,139 @@
+"""Everything about a run that is checked and decided before any rank starts. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core.api.descriptions import SinkInfo, StrategyInfo
+from mtb_core.api.errors import ConfigError
+from mtb_core.api.options import parse_options
+from mtb_core.api.values import World
+from mtb_core.config import ResolvedRun, TrainConfig, resolve, write_toml
+from mtb_core.data.source import open_dataset
+from mtb_core.model.spec import check_model
+from mtb_core.registry.discovery import Registry
+
+
+@attrs.frozen
+class Planned:
+    """A run that may start. `sinks` holds (name, description, parsed options), in order."""
+
+    resolved: ResolvedRun
+    strategy: StrategyInfo
+    sinks: tuple[tuple[str, SinkInfo, Any], ...]
+
+
+def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
+    """Check `config` as a whole against what is installed and what the data is.
+
+    Raises:
+        ConfigError, PluginError: anything that cannot run.
+    """
+    strategy = registry.strategy(config.strategy)
+    sinks = _sinks(config, registry)
+    check_model(config.model, named=registry.models)
+    dataset = open_dataset(config, named=registry.datasets)
+    if config.eval_data is not None:
+        open_dataset(config, "eval_data", named=registry.datasets)
+    resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size)
+    return Planned(resolved, strategy, sinks)
+
+
+def _sinks(config: TrainConfig, registry: Registry) -> tuple[tuple[str, SinkInfo, Any], ...]:
+    out = []
+    for text in config.sink:
+        name, _, rest = text.partition(":")
+        info = registry.sink(name)
+        given: dict[str, str] = {}
+        for pair in filter(None, rest.split(",")):
+            key, equals, value = pair.partition("=")
+            if not equals:
+                msg = f"--sink {text}: '{pair}' is not KEY=VALUE; write --sink NAME:KEY=VALUE,KEY=VALUE."
+                raise ConfigError(msg)
+            given[key.strip()] = value
+        if any(name == other for other, _, _ in out):
+            msg = f"--sink {name} is given twice; name each sink once."
+            raise ConfigError(msg)
+        out.append((name, info, parse_options(info.options, given, owner=f"sink '{name}'")))
+    return tuple(out)
+
+
+def make_run_folder(planned: Planned) -> Path:
+    """Make the run's folder and check that it can be written to. Called by one process only.
+
+    Raises:
+        ConfigError: it holds another run already, or cannot be made or written.
+    """
+    config = planned.resolved.config
+    if config.run_dir is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        return _make_fresh(Path("runs"), f"{stamp}-{config.strategy}-w{planned.resolved.world.size}")
+    folder = Path(config.run_dir)
+    if (folder / "config.toml").exists():
+        msg = (
+            f"--run-dir {folder} already holds a run. A run never overwrites another one: name a new folder, or remove "
+            "this one."
+        )
+        raise ConfigError(msg)
+    _make(folder)
+    return folder
+
+
+def _make_fresh(parent: Path, name: str) -> Path:
+    """A folder that did not exist: two runs that start in the same second get different ones."""
+    _make(parent)
+    for number in range(1, 1000):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    msg = f"No free folder name like {parent / name}; set --run-dir."
+    raise ConfigError(msg)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        msg = (
+            f"The run folder {folder} cannot be written: {error.strerror} (errno {error.errno}); "
+            "set --run-dir to a folder that can."
+        )
+        raise ConfigError(msg) from error
+
+
+def write_config(folder: Path, config: TrainConfig) -> None:
+    """Write the resolved configuration; ``mtb train --config`` of it repeats the run, in a folder of its own."""
+    portable = attrs.evolve(config, run_dir=None, output=None)
+    (folder / "config.toml").write_text(write_toml(portable), encoding="utf-8")
+
+
+def check_output(config: TrainConfig) -> None:
+    """Refuse an ``--output`` that could not be written at the end.
+
+    Raises:
+        ConfigError: it is a folder, or its folder does not exist or cannot be written.
+    """
+    if config.output is None:
+        return
+    path = Path(config.output)
+    parent = path.parent
+    if path.is_dir():
+        msg = f"--output {path} is a folder; name a file."
+    elif not parent.is_dir():
+        msg = f"--output {path}: the folder {parent} does not exist; make it first or name another."
+    elif not os.access(path if path.exists() else parent, os.W_OK):
+        msg = f"--output {path} cannot be written: no permission; name another file."
+    else:
+        return
+    raise ConfigError(msg)

@@ -1,0 +1,246 @@
+"""What every rank runs: join the others, check that all are alike, train, hand over the result."""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core.api.descriptions import load_reference
+from mtb_core.api.values import ModelSpec, RankContext
+from mtb_core.config import TrainConfig, config_values, fingerprint
+from mtb_core.data.source import open_dataset
+from mtb_core.launch.worker import Worker
+from mtb_core.measure.environment import environment, provenance, redact
+from mtb_core.measure.flops import device_peak_flops, mfu
+from mtb_core.measure.result import Result, combine_trials, rank_report, trial_row
+from mtb_core.model.spec import load_model
+from mtb_core.ranks.agree import from_rank_zero, gather_objects, same_on_all
+from mtb_core.ranks.context import open_ranks
+from mtb_core.ranks.failures import Failure
+from mtb_core.registry.discovery import Registry, discover
+from mtb_core.registry.run_hooks import Hooks
+
+from .planning import Planned, make_run_folder, plan_run, write_config
+from .schedule import learning_rate
+from .trial import TrialInputs, TrialOutcome, run_trial
+
+#: FLOPs convention of ``mfu``, see `mtb_core.model.flops`.
+FLOPS_CONVENTION = "causal"
+
+
+@attrs.frozen
+class Payload:
+    """What the launcher hands to every rank; picklable.
+
+    `folder` is None where no launcher could decide it (several nodes, torchrun); rank 0 then does.
+    """
+
+    config: TrainConfig
+    folder: Path | None
+    argv: tuple[str, ...]
+
+
+def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
+    """Run all trials on this rank. Returns the result's JSON, the same on every rank.
+
+    Raises:
+        BaseException: whatever failed without the ranks having agreed on it.
+    """
+    registry = discover(disabled=payload.config.no_plugin)
+    planned = plan_run(payload.config, registry, worker.world)
+    config = planned.resolved.config
+    with open_ranks(worker, planned.resolved.plan, device=config.device, backend=config.backend) as ctx:
+        same_on_all(ctx, "the plugins they loaded", registry.plugins_in_use())
+        same_on_all(ctx, "the configuration", _comparable(config))
+        folder = _agreed_folder(payload, planned, ctx)
+        inputs = TrialInputs(
+            resolved=planned.resolved,
+            ctx=ctx,
+            model=load_model(config, named=registry.models),
+            dataset=open_dataset(config, named=registry.datasets),
+            eval_dataset=open_dataset(config, "eval_data", named=registry.datasets) if config.eval_data else None,
+            hooks=partial(_make_hooks, planned, registry),
+            folder=folder,
+            stop=worker.stop,
+            progress=worker.progress,
+        )
+        rows: list[dict[str, Any]] = []
+        for trial in range(config.repeat):
+            outcome = run_trial(inputs, trial)
+            reports = gather_objects(ctx, rank_report(outcome.records))
+            rows.append(_row(trial_row(outcome.records, reports), outcome, inputs))
+            if outcome.exit_reason != "done":
+                break
+        result = _result(inputs, outcome, rows, registry, payload, worker.restarts)
+        if ctx.rank == 0:
+            result.write(folder / "result.json")
+        return from_rank_zero(ctx, result.to_json() if ctx.rank == 0 else {})
+
+
+def _comparable(config: TrainConfig) -> dict[str, Any]:
+    """Settings that must be equal on all ranks; where output goes may differ between machines."""
+    values = config_values(config)
+    return {k: v for k, v in values.items() if k not in ("run_dir", "output", "rdzv_endpoint", "debug")}
+
+
+def _agreed_folder(payload: Payload, planned: Planned, ctx: RankContext) -> Path:
+    """One run folder for all, decided by one rank; it exists on return."""
+    folder = payload.folder
+    if folder is None:
+        folder = from_rank_zero(ctx, make_run_folder(planned) if ctx.rank == 0 else None)
+        assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    if ctx.rank == 0:
+        write_config(folder, planned.resolved.config)
+    return folder
+
+
+def _make_hooks(planned: Planned, registry: Registry) -> Hooks:
+    """A trial's own strategy, sinks and run plugins."""
+    sinks = {name: load_reference(info.impl)(options) for name, info, options in planned.sinks}
+    plugins = {name: load_reference(info.impl)() for name, info in registry.run_plugins.items()}
+    strategy = load_reference(planned.strategy.impl)()
+    return Hooks(strategy, sinks=sinks, plugins=plugins, warn=logging.getLogger("mtb").warning)
+
+
+def _row(row: dict[str, Any], outcome: TrialOutcome, inputs: TrialInputs) -> dict[str, Any]:
+    """A trial's figures with those that the records do not hold."""
+    flops, peak = _flops_per_token(inputs.model), _peak(inputs)
+    rate = row["tokens_per_sec"]
+    row["eval_loss"] = outcome.eval_loss
+    row["mfu"] = None if rate is None else mfu(rate, flops, peak, inputs.ctx.world_size)
+    row["exit_reason"] = outcome.exit_reason
+    return row
+
+
+def _flops_per_token(model: ModelSpec) -> float | None:
+    return model.flops_per_token.get(FLOPS_CONVENTION)
+
+
+def _device_name(ctx: RankContext) -> str | None:
+    if not ctx.device.startswith("cuda"):
+        return None
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.get_device_name(ctx.device)
+
+
+def _peak(inputs: TrialInputs) -> float | None:
+    name = _device_name(inputs.ctx)
+    return None if name is None else device_peak_flops(name, inputs.resolved.config.precision)
+
+
+def _result(
+    inputs: TrialInputs,
+    outcome: TrialOutcome,
+    rows: list[dict[str, Any]],
+    registry: Registry,
+    payload: Payload,
+    restarts: int,
+) -> Result:
+    ctx, config = inputs.ctx, inputs.resolved.config
+    figures, summary = combine_trials(rows)
+    exit_reason = figures.pop("exit_reason")
+    flops = _flops_per_token(inputs.model)
+    done = exit_reason == "done"
+    reasons = [] if done else [f"the run ended early: {exit_reason}"]
+    if not figures["steps"]:
+        reasons.append("no measured step")
+    return Result(
+        **base_fields(inputs.resolved, inputs.folder),
+        **figures,
+        exit_reason=exit_reason,
+        failure=failure_fields(outcome.failure),
+        device=ctx.device.partition(":")[0],
+        device_name=_device_name(ctx),
+        backend=ctx.backend,
+        parameters=outcome.parameters,
+        memory_kind=outcome.memory_kind,
+        model_flops_per_token=flops,
+        flops_convention=FLOPS_CONVENTION if flops is not None else None,
+        mfu_reason=_mfu_reason(figures["mfu"], flops, ctx),
+        collectives_per_step=outcome.collectives,
+        comm_bytes_per_step=outcome.message_bytes,
+        collectives_reason=outcome.collectives_reason,
+        eval_samples=outcome.eval_samples,
+        summary=summary,
+        repeats=rows,
+        runtime=_runtime(config, figures["global_step"], restarts),
+        environment=environment(ctx.device),
+        plugins=[{"name": name, "version": version} for name, version in registry.plugins_in_use()],
+        provenance=provenance(payload.argv),
+        execution_complete=done,
+        performance_valid=not reasons,
+        performance_invalid_reasons=reasons,
+    )
+
+
+def _mfu_reason(value: float | None, flops: float | None, ctx: RankContext) -> str | None:
+    if value is not None:
+        return None
+    if flops is None:
+        return "the model does not say its FLOPs"
+    return f"the peak of {_device_name(ctx) or 'a CPU'} is not known"
+
+
+def base_fields(resolved: Any, folder: Path | None) -> dict[str, Any]:
+    """The part of a result that follows from the configuration alone."""
+    config: TrainConfig = resolved.config
+    every = resolved.sync_mode == "every"
+    return {
+        "run_dir": None if folder is None else redact(str(folder)),
+        "strategy": config.strategy,
+        "strategy_options": attrs.asdict(resolved.options),
+        "world_size": resolved.world.size,
+        "precision": config.precision,
+        "reduce_dtype": resolved.plan.reduce_dtype,
+        "repeat_count": config.repeat,
+        "trial_protocol": "independent_reinitialize" if config.repeat > 1 else "single_run",
+        "batch_size_per_rank": config.batch_size,
+        "global_batch_size": config.global_batch_size,
+        "gradient_accumulation_steps": config.grad_accum_steps,
+        "gradient_sync_mode": config.gradient_sync_mode,
+        "resolved_gradient_sync_mode": resolved.sync_mode,
+        "synchronized_microbatches_per_step": config.grad_accum_steps if every else 1,
+        "activation_checkpointing": config.activation_checkpointing,
+        "nonfinite_policy": config.on_nonfinite,
+        "config": config_values(config),
+        "config_fingerprint": fingerprint(config),
+    }
+
+
+def failure_fields(failure: Failure | None) -> dict[str, Any] | None:
+    """A failure as the result shows it: no traceback, which may hold paths of the machine."""
+    if failure is None:
+        return None
+    return {
+        "rank": failure.rank,
+        "step": failure.step,
+        "kind": failure.kind,
+        "message": redact(failure.message),
+        "text": redact(str(failure)),
+        "time": datetime.fromtimestamp(failure.time, UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _runtime(config: TrainConfig, steps: int, restarts: int) -> dict[str, Any]:
+    return {
+        "resumed": False,
+        "resume_path": None,
+        "resume_deterministic": None,
+        "resume_determinism_reason": None,
+        "last_checkpoint": None,
+        "latest_checkpoint": None,
+        "ready_checkpoints": [],
+        "keep_last": None,
+        "checkpoint_dir": None,
+        "restarts": restarts,
+        "scheduler_completed_steps": steps,
+        "next_learning_rate": learning_rate(config, steps),
+        "seed": config.seed,
+    }

@@ -1,0 +1,98 @@
+"""Strategy ``ddp``: every rank holds the model; gradients are summed over ranks in buckets while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import attrs
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
+from mtb_ddp.plugin import DDPOptions
+from mtb_ddp.zero1 import make_zero1, zero1_state
+
+
+@attrs.frozen
+class _Engine:
+    replicas: int
+    zero1: bool
+
+
+class DDPStrategy(Strategy):
+    """DistributedDataParallel, with communication hooks and ZeroRedundancyOptimizer as options."""
+
+    def prepare(self, job: Job) -> Prepared:
+        """Wrap the model; the optimizer works on the bare parameters."""
+        options: DDPOptions = job.options
+        core = job.in_place(job.materialize(job.build()))
+        optimizer = make_zero1(job, core) if options.zero1 else job.make_optimizer(core)
+        device = torch.device(job.ctx.device)
+        module = DistributedDataParallel(
+            core,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.find_unused_parameters,
+        )
+        _register_comm_hook(module, options)
+        if not (options.static_graph or options.find_unused_parameters):
+            _use_final_buckets(module)
+        return Prepared(module, core, optimizer, _Engine(job.ctx.world_size, options.zero1))
+
+    def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
+        """DDP reads the flag in forward and acts on it in backward, so ``no_sync`` must span both."""
+        module: Any = prepared.module
+        context: AbstractContextManager[None] = nullcontext() if micro.sync else module.no_sync()
+        return context
+
+    def backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
+        """DDP averages over ranks; the contract is their sum."""
+        (loss * prepared.engine.replicas).backward()  # type: ignore[no-untyped-call]
+
+    def gradients(self, prepared: Prepared) -> Sequence[Shards]:
+        """All gradients, the same on every rank."""
+        tensors = [p.grad for p in prepared.core.parameters() if p.grad is not None]
+        return [Shards(tensors, copies=prepared.engine.replicas)]
+
+    def state(self, prepared: Prepared) -> State:
+        """With ZeRO-1 each rank gives the optimizer state of its own share."""
+        if prepared.engine.zero1:
+            return zero1_state(prepared)
+        return super().state(prepared)
+
+
+def _register_comm_hook(module: DistributedDataParallel, options: DDPOptions) -> None:
+    if options.comm_hook == "none":
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: PLC0415  (loaded only where they are used)
+        default_hooks,
+        powerSGD_hook,
+    )
+
+    if options.comm_hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=options.powersgd_rank,
+            start_powerSGD_iter=2,  # from the first step it can: buckets are final from the start
+        )
+        module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return
+    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+    module.register_comm_hook(None, hooks[options.comm_hook])
+
+
+def _use_final_buckets(module: DistributedDataParallel) -> None:
+    """Give DDP its final buckets before the first step instead of after it.
+
+    DDP starts with buckets in the order of registration and rebuilds them, in the order in which gradients came,
+    after its first backward. Sums in another order round differently, so at three and more ranks a run that is
+    resumed (whose first step is another step) would not be bitwise the uninterrupted one. These names are private
+    to torch: `tests/test_ddp_buckets.py` fails if they go or stop working.
+    """
+    reducer: Any = module.reducer
+    reducer._push_all_rebuilt_params()  # noqa: SLF001
+    reducer._rebuild_buckets()  # noqa: SLF001
