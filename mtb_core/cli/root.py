@@ -63,7 +63,7 @@ def _registry() -> Registry:
 
 def warn(text: str) -> None:
     """One warning for people; of several ranks, the first one says it."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         click.echo(f"mtb: warning: {text}", err=True)
 
 
