@@ -103,11 +103,15 @@ def _value(cls: type) -> str:
         for f in attrs.fields(cls)
     ]
     methods = [
-        f"- `{name}`: {markdown(inspect.getdoc(member)).splitlines()[0]}"
+        f"- `{name}{_arguments(member)}`: {markdown(inspect.getdoc(member)).splitlines()[0]}"
         for name, member in vars(cls).items()
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
     ]
     return "\n\n".join(filter(None, [f"### `{cls.__name__}`", text, "\n".join(fields), "\n".join(methods)]))
+
+
+def _arguments(member: Any) -> str:
+    return f"({', '.join(list(inspect.signature(member).parameters)[1:])})" if inspect.isfunction(member) else ""
 
 
 def _split_attributes(docstring: str | None) -> tuple[str, dict[str, str]]:

@@ -1,0 +1,90 @@
+"""Commands in the documentation work: those that begin with `$ mtb` are run, those with `$ make` have a target.
+
+They stand in fenced blocks marked `console`. Blocks of one page run in order in one temporary folder, so that a later
+command finds what an earlier one made. A block that cannot run here, or would take long, has a line above it that says
+why: `<!-- not run by the tests: REASON -->`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(p for p in ROOT.glob("mtb_*/README.md")),
+    *sorted((ROOT / "plugins").glob("*/README.md")),
+]
+_BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SKIP = re.compile(r"<!-- not run by the tests: .+ -->\s*\Z")
+
+
+def commands(text: str) -> Iterator[tuple[str, bool]]:
+    """(command, whether it is to be run) of each `$` line; a trailing backslash continues a command."""
+    for block in _BLOCK.finditer(text):
+        run = not _SKIP.search(text[: block.start()])
+        lines = block[1].replace("\\\n", " ").splitlines()
+        yield from ((line.removeprefix("$ ").strip(), run) for line in lines if line.startswith("$ "))
+
+
+def pages_with(word: str) -> list[object]:
+    """Pages that hold a command which starts with `word`."""
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT)))
+        for page in PAGES
+        if page.exists() and any(command.split()[0] == word for command, _ in commands(page.read_text()))
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", pages_with("mtb"))
+def test_mtb_commands_run(page: Path, tmp_path: Path) -> None:
+    """Every `mtb` command of the page succeeds, in order, in an empty folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command, run in commands(page.read_text(encoding="utf-8")):
+        if run and command.split()[0] == "mtb":
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", pages_with("make"))
+def test_make_commands_exist(page: Path) -> None:
+    """Every `make` command of the page names targets that the Makefile has."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for command, _ in commands(page.read_text(encoding="utf-8")):
+        words = command.split()
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= targets, command
+
+
+def test_commands_are_found() -> None:
+    """The reader of pages sees commands, continuations and marks, and nothing outside of console blocks."""
+    text = """
+```console
+$ mtb train --steps 1 \\
+    --seed 2
+loss 3
+```
+<!-- not run by the tests: takes an hour -->
+
+```console
+$ mtb train
+```
+```sh
+$ rm x
+```
+"""
+    assert [(" ".join(c.split()), run) for c, run in commands(text)] == [
+        ("mtb train --steps 1 --seed 2", True),
+        ("mtb train", False),
+    ]

@@ -1,0 +1,175 @@
+"""The architecture, held by the imports: arrows point one way, plugins use public names, core knows no strategy."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mtb_core
+
+ROOT = Path(__file__).parent.parent
+CORE = ROOT / "mtb_core"
+
+#: Parts of core from left to right; a part imports from its own column or from those to the left of it.
+COLUMNS = (
+    {"api"},
+    {"registry", "config", "ranks", "model", "data"},
+    {"train", "ckpt", "measure", "launch"},
+    {"run"},
+    {"cli", "testing"},
+    {"__main__"},
+)
+COLUMN = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
+#: Core's own plugin is a plugin like any other: nothing imports it by name but the command line, which must list
+#: core's commands without loading a stranger's plugin.
+BUILTIN = "builtin"
+PLUGINS = [CORE / BUILTIN, ROOT / "mtb_ddp", *sorted(p for p in (ROOT / "plugins").iterdir() if p.is_dir())]
+STRATEGIES = {"single", "ddp", "fsdp", "fsdp1", "deepspeed", "tp", "localsgd", "megatron"}
+
+
+def sources(folder: Path) -> list[Path]:
+    """The modules below `folder`, tests left out."""
+    skipped = {"tests", "build", "__pycache__"}
+    return [p for p in sorted(folder.rglob("*.py")) if not skipped & set(p.relative_to(folder).parts)]
+
+
+def runtime_imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements, those for type checkers only left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from runtime_imports(other)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        else:
+            yield from runtime_imports(node)
+
+
+def imported(path: Path, *, within: Path = ROOT) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything that the module at `path` imports when it runs.
+
+    ``from a import b`` gives ``a.b``, whether b is a module or a name in one.
+    """
+    package = ".".join(path.relative_to(within).parts[:-1])
+    for node in runtime_imports(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+            continue
+        base = node.module or ""
+        if node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*above, *filter(None, [base])])
+        yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def part_of(name: str) -> str | None:
+    """The part of core that an imported name is in; names of `mtb_core` itself are the contract's, or stand for run."""
+    words = name.split(".")
+    if words[0] != "mtb_core":
+        return None
+    part = words[1] if len(words) > 1 else "api"
+    if part in COLUMN or part == BUILTIN:
+        return part
+    return {"TrainConfig": "config", "load_config": "config", "Result": "measure"}.get(part, "api")
+
+
+def test_arrows_in_core_point_left() -> None:
+    """No part of core imports from a part to the right of it, nor in a circle."""
+    wrong, graph = [], graphlib.TopologicalSorter[str]()
+    for path in sources(CORE):
+        part = path.relative_to(CORE).parts[0].removesuffix(".py")
+        if part in {BUILTIN, "__init__"}:
+            continue
+        for line, name in imported(path):
+            other = part_of(name)
+            if other is None or other == part:
+                continue
+            if other == BUILTIN:
+                if part != "cli":
+                    wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, core's own plugin")
+                continue
+            if COLUMN[other] > COLUMN[part]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which is to the right of {part}")
+            graph.add(part, other)
+    assert not wrong
+    graph.prepare()  # raises where parts of one column import each other in a circle
+
+
+def test_every_part_of_core_has_a_place() -> None:
+    """A new subpackage of core must be given its column here."""
+    parts = {p.parent.name for p in CORE.glob("*/__init__.py")} | {p.stem for p in CORE.glob("*.py")}
+    assert parts - {"tests", "__init__", BUILTIN} <= set(COLUMN)
+
+
+@pytest.mark.parametrize("folder", PLUGINS, ids=lambda p: p.name)
+def test_plugins_import_public_names_only(folder: Path) -> None:
+    """The built-in strategy and sinks, and every plugin here, import from core what a stranger's plugin may."""
+    public = {f"mtb_core.{name}" for name in mtb_core.__all__}
+    within = folder.parent if folder.parent.name == "plugins" else ROOT
+    own = ".".join(folder.relative_to(within).parts)
+    for path in sources(folder):
+        for line, name in imported(path, within=within):
+            inside = name == own or name.startswith(own + ".")
+            assert not name.startswith("mtb_") or inside or name in public, (
+                f"{path.relative_to(ROOT)}:{line} imports {name}, which is not in mtb_core.__all__"
+            )
+
+
+def compared_strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """String constants that something is compared with, looked up by, or matched against."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            places: list[ast.AST] = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            places = [node.value]
+        elif isinstance(node, ast.Dict):
+            places = [key for key in node.keys if key is not None]
+        elif isinstance(node, ast.Subscript):
+            places = [node.slice]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in {"startswith", "endswith", "get"}:
+            places = list(node.args[:1])
+        else:
+            continue
+        for place in places:
+            for leaf in ast.walk(place):
+                if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str):
+                    yield node.lineno, leaf.value
+
+
+def test_core_never_branches_on_a_strategys_name() -> None:
+    """Differences between strategies live in a plan or a method, never in a comparison with a name."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} asks for {text!r}"
+        for path in sources(CORE)
+        for line, text in compared_strings(ast.parse(path.read_text(encoding="utf-8")))
+        if text in STRATEGIES
+    ]
+    assert not wrong
+
+
+def test_core_names_no_plugin_package() -> None:
+    """Core imports no plugin package, not even inside a function."""
+    names = {folder.name for folder in PLUGINS} - {BUILTIN}
+    for path in sources(CORE):
+        assert not [name for _, name in imported(path) if name.split(".")[0] in names], path
+
+
+@pytest.mark.timeout(60)
+def test_discovery_loads_no_heavy_package() -> None:
+    """Finding every installed plugin, and reading the configuration, imports neither torch nor numpy nor rich."""
+    code = """
+import sys
+import mtb_core, mtb_core.config, mtb_core.cli
+from mtb_core.registry.discovery import discover
+registry = discover()
+assert registry.strategies and registry.sinks
+print(sorted({"torch", "numpy", "rich", "tensorboard"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,89 @@
+"""The distributions: what their projects declare, and what their wheels hold."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECTS = sorted(p.parent for p in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
+
+
+def declared(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def subpackages(folder: Path) -> set[str]:
+    """Packages that are there, by dotted name, tests left out."""
+    found = (p.parent.relative_to(folder.parent).parts for p in folder.rglob("__init__.py"))
+    return {".".join(parts) for parts in found if not {"tests", "build"} & set(parts)}
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda p: p.name)
+def test_package_lists_are_complete(folder: Path) -> None:
+    """Every subpackage is listed by hand in the project, and none that is not there."""
+    assert set(declared(folder)["tool"]["setuptools"]["packages"]) == subpackages(folder)
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda p: p.name)
+def test_projects_declare_what_the_others_do(folder: Path) -> None:
+    """Name, license, Python versions, typing mark and read-me are alike; the version is core's."""
+    project = declared(folder)["project"]
+    assert project["name"] == folder.name.replace("_", "-")
+    assert project["license"] == "Apache-2.0"
+    assert project["requires-python"] == ">=3.11,<3.14"
+    assert project["version"] == declared(ROOT / "mtb_core")["project"]["version"]
+    assert (folder / "README.md").is_file()
+    assert (folder / "py.typed").is_file()
+    assert declared(folder)["tool"]["setuptools"]["package-data"][folder.name] == ["py.typed"]
+    assert set(project.get("entry-points", {})) == {"mtb"}
+
+
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda p: p.name)
+def test_dependencies_are_pinned_for_the_set_up(folder: Path) -> None:
+    """What a project depends on has a version in constraints.txt, which every set-up uses."""
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    }
+    needed = {re.match(r"[\w.-]+", text)[0].lower() for text in declared(folder)["project"]["dependencies"]}
+    assert {name for name in needed if not name.startswith("mtb-")} <= pinned
+
+
+def test_makefile_and_tools_know_every_package() -> None:
+    """A new package must be in the Makefile, and its tests in pytest's paths."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = re.search(r"^PACKAGES := (.*)$", makefile, re.MULTILINE)[1].split()
+    assert set(listed) == {str(folder.relative_to(ROOT)) for folder in PROJECTS}
+    paths = declared(ROOT)["tool"]["pytest"]["ini_options"]["testpaths"]
+    assert {f"{name}/tests" for name in listed} | {"tests"} == set(paths)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda p: p.name)
+def test_wheels_hold_every_module_and_no_tests(folder: Path, tmp_path: Path) -> None:
+    """A wheel holds the modules, the typing mark and the entry points of its package, and nothing else."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
+    copy = shutil.copytree(folder, tmp_path / folder.name, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path / "wheels"), str(copy)], check=True)
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+        entry_points = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "[mtb]" in archive.read(entry_points).decode()
+    modules = {
+        path.relative_to(folder.parent).as_posix()
+        for path in folder.rglob("*.py")
+        if not {"tests", "build", "__pycache__"} & set(path.relative_to(folder).parts)
+    }
+    assert files == modules | {f"{folder.name}/py.typed"}
