@@ -203,6 +203,8 @@ class Display:
             return
         try:
             action(self._stream)
+        except BlockingIOError:  # a terminal set to non-blocking, and full: this much is not shown
+            pass
         except (OSError, ValueError) as error:
             # A closed Python file raises ValueError; any other ValueError is a defect.
             if isinstance(error, ValueError) and not self._stream.closed:

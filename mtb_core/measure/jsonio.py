@@ -102,10 +102,14 @@ def _strict(value: Any, kinds: list[str]) -> Any:
         return [_strict(item, kinds) for item in value]
     if isinstance(value, dict):
         out: dict[str, Any] = {}
+        flags: set[str] = set()
         for key, item in value.items():
+            if key in flags:  # should a key have a flag's very name, the flag stays
+                continue
             found: list[str] = []
             out[key] = _strict(item, found)
             if found:
                 out[key + FLAG_SUFFIX] = ",".join(dict.fromkeys(found))
+                flags.add(key + FLAG_SUFFIX)
         return out
     return value
