@@ -81,6 +81,7 @@ class Loader:
 
     Raises:
         ConfigError: the data set has no sample.
+        ValueError: `prefetch` is below 1.
     """
 
     def __init__(
@@ -99,6 +100,9 @@ class Loader:
         if dataset.size is not None and dataset.size < 1:
             msg = f"The data set {type(dataset).__name__} has {dataset.size} samples; training needs at least one."
             raise ConfigError(msg)
+        if prefetch < 1:
+            msg = f"prefetch must be at least 1, got {prefetch}"
+            raise ValueError(msg)
         self.samples_seen = samples_seen
         self._device = torch.device(device)
         self._next: StepBatch | None = None

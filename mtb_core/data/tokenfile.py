@@ -76,6 +76,9 @@ def find_token_file(path: Path) -> Path | None:
     file = path / FILE_NAME if path.is_dir() else path
     if file != path:
         return file if file.is_file() else None
+    if not path.is_file():
+        msg = f"{path} is neither a file nor a folder, so it can't be read as data. Name a file or a folder."
+        raise ConfigError(msg)
     try:
         with path.open("rb") as stream:
             return path if stream.read(len(_PREFIX)) == _PREFIX else None
