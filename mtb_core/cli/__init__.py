@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _invoke(root: click.Command, arguments: list[str]) -> int:
     """Without click's own handling of errors, whose exit codes are not the contract's."""
     try:
-        with root.make_context("mtb", arguments) as context:
+        with root.make_context("mtb", [*arguments]) as context:
             value = root.invoke(context)
     except click.exceptions.Exit as error:
         value = error.exit_code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
 
 import click
 
@@ -12,16 +12,14 @@ from mtb_core.api import CommandInfo, PluginError, load_reference
 from mtb_core.builtin.plugin import mtb_commands
 from mtb_core.registry.discovery import Registry, discover, warn_failed
 
-_WELCOME = """\
-MiniTrainBench {version}: train with any parallel strategy, and believe the numbers.
-
-Try:
-  mtb train                    train a small GPT on made-up tokens, in one process
-  mtb train --data DIR         the same on the text files of a folder{several}
-  mtb init                     write mtb.toml, a configuration to start from
-  mtb plugins list             what is installed
-  mtb doctor                   whether this machine is ready
-  mtb --help                   all commands; mtb train --help: all options"""
+_TRY = (
+    ("mtb train", "train a small GPT on made-up tokens, in one process"),
+    ("mtb train --data DIR", "the same on the text files of a folder"),
+    ("mtb init", "write mtb.toml, a configuration to start from"),
+    ("mtb plugins list", "what is installed"),
+    ("mtb doctor", "whether this machine is ready"),
+    ("mtb --help, mtb train --help", "all commands, all options of training"),
+)
 
 
 class Root(click.Group):
@@ -34,7 +32,7 @@ class Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """The command `cmd_name`, imported now."""
         own = {info.name: info for info in mtb_commands()}
-        return _load(own[cmd_name] if cmd_name in own else _registry().command(cmd_name))
+        return _load(own[cmd_name] if cmd_name in own else _registry(strict=None).command(cmd_name))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -55,8 +53,8 @@ class Root(click.Group):
                 formatter.write_dl(rows)
 
 
-def _registry() -> Registry:
-    registry = discover(strict=False)
+def _registry(*, strict: bool | None = False) -> Registry:
+    registry = discover(strict=strict)
     warn_failed(registry, warn)
     return registry
 
@@ -99,9 +97,18 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show versions.")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors.")
 @click.pass_context
-def root(ctx: click.Context) -> Any:
+def root(ctx: click.Context) -> None:
     """Train with any parallel strategy, measure it, and believe the numbers."""
     if ctx.invoked_subcommand is None:
-        others = [name for r in _registry().records[1:] if r.status == "active" for name in r.provides["strategies"]]
-        line = f"\n  mtb train --strategy {others[0]} --nproc 2".ljust(32) + "on two ranks" if others else ""
-        click.echo(_WELCOME.format(version=__version__, several=line))
+        click.echo(f"MiniTrainBench {__version__}: train with any parallel strategy, and believe the numbers.\n\nTry:")
+        for command, text in _suggestions():
+            click.echo(f"  {command:<37} {text}")
+
+
+def _suggestions() -> Iterator[tuple[str, str]]:
+    """What to do next: `_TRY`, and after its second line the first strategy that a plugin provides, on two ranks."""
+    yield from _TRY[:2]
+    active = (record for record in _registry().records[1:] if record.status == "active")
+    for name in [name for record in active for name in record.provides.get("strategies", ())][:1]:
+        yield f"mtb train --strategy {name} --nproc 2", "on two ranks"
+    yield from _TRY[2:]

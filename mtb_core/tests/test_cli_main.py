@@ -1,0 +1,231 @@
+"""Tests of mtb_core.cli: exit codes, laziness, suggestions, and broken plugins from the outside."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import click
+import pytest
+
+from mtb_core import __version__, cli
+from mtb_core.api import CheckFailed, CommandInfo, ConfigError, RunFailed
+from mtb_core.cli import main, root
+
+HEAVY = ("torch", "numpy", "rich", "importlib.metadata")
+
+
+def mtb(*arguments, path=None, env=None, **kwargs):
+    """Run ``python -m mtb_core`` in a process of its own."""
+    environment = {**os.environ, **(env or {})}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-m", "mtb_core", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, **kwargs)
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """``command(function)``: make ``mtb doctor`` call `function`, and run it in this process."""
+
+    def run(function, *arguments):
+        module = types.ModuleType("mtb_test_command")
+        module.command = click.command(name="doctor")(function)
+        monkeypatch.setitem(sys.modules, "mtb_test_command", module)
+        info = CommandInfo("doctor", "A test's.", "mtb_test_command:command")
+        monkeypatch.setattr(root, "mtb_commands", lambda: [info])
+        return main([*arguments, "doctor"])
+
+    return run
+
+
+def fail_with(error):
+    def function():
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError("wrong value 3"), 2, "mtb: error: wrong value 3\n"),
+        (RunFailed("rank 1 died"), 3, "mtb: error: rank 1 died\n"),
+        (CheckFailed("digest differs"), 1, "mtb: error: digest differs\n"),
+        (click.UsageError("which one?"), 2, "mtb: error: which one?"),
+        (click.exceptions.Exit(7), 7, ""),
+        (KeyboardInterrupt(), 130, "mtb: interrupted.\n"),
+        (click.Abort(), 130, "mtb: interrupted.\n"),
+    ],
+)
+def test_exit_codes(error, code, text, command, capsys):
+    """Each error has its code, and is one paragraph on stderr without a traceback."""
+    assert command(fail_with(error)) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(text)
+    assert "Traceback" not in captured.err
+
+
+def test_debug_shows_the_traceback(command, capsys):
+    """With --debug the traceback precedes the message."""
+    assert command(fail_with(ConfigError("wrong value 3")), "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_defect_shows_its_traceback(command, capsys):
+    """An exception that is meant for nobody is a defect: traceback, and code 3."""
+    assert command(fail_with(ZeroDivisionError("ours"))) == 3
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: ours" in err
+    assert "defect" in err
+
+
+@pytest.mark.parametrize(("value", "code"), [(None, 0), (4, 4), ("text", 0)])
+def test_what_a_command_returns(value, code, command):
+    """A whole number is the exit code."""
+    assert command(lambda: value) == code
+
+
+def test_a_command_that_cannot_be_imported(monkeypatch, capsys):
+    """The cause is told, and the code is that of wrong usage."""
+    monkeypatch.setattr(root, "mtb_commands", lambda: [CommandInfo("doctor", "x", "not_there_at_all:command")])
+    assert main(["doctor"]) == 2
+    assert "No module named 'not_there_at_all'" in capsys.readouterr().err
+    monkeypatch.setattr(root, "mtb_commands", lambda: [CommandInfo("doctor", "x", "os:sep")])
+    assert main(["doctor"]) == 2
+    assert "is no click command" in capsys.readouterr().err
+
+
+def test_a_plugins_command(install, capsys):
+    """A plugin's command is listed under its heading without being imported, and imported when it is called."""
+    install(
+        """
+        import click
+
+        @hookimpl
+        def mtb_commands():
+            return [CommandInfo("hello", "Greets.", __name__ + ":hello", "Greetings")]
+
+        def __getattr__(name):
+            if name == "hello":
+                print("imported")
+                return click.command()(lambda: click.echo("hello there"))
+            raise AttributeError(name)
+        """
+    )
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert "Greetings:\n  hello  Greets.\n" in listed
+    assert "imported" not in listed
+    assert main(["hello"]) == 0
+    assert capsys.readouterr().out == "imported\nhello there\n"
+
+
+def test_alone_it_says_what_to_do_next(capsys):
+    """`mtb` shows commands to try, and exits 0."""
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert "mtb train" in out
+    assert "mtb --help" in out
+
+
+def test_version(capsys):
+    """`mtb --version` shows core's and torch's."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"mtb {__version__} (torch 2.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["trian"], "Unknown command 'trian'. Did you mean 'train'?"),
+        (["plugins", "lst"], "Did you mean 'list'?"),
+        (["train", "--bath-size", "3"], "--batch-size"),
+        (["--verison"], "--version"),
+        (["train", "--strategy", "singel"], "Did you mean 'single'?"),
+        (["train", "--precision", "bf61"], "Did you mean 'bf16'?"),
+    ],
+)
+def test_suggestions(arguments, text, capsys):
+    """Misspelt commands, options, strategies and values get a suggestion, and exit code 2."""
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], [], ["--version"], ["plugins", "list"], ["plugins", "show", "single"], ["train", "--help"]],
+)
+def test_light(arguments):
+    """What only shows something imports no torch, no numpy and no rich."""
+    heavy = HEAVY[:3] if arguments == ["--version"] else HEAVY
+    code = f"import sys; from mtb_core.cli import main; c = main({arguments}); print(c, [m for m in {heavy} if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.splitlines()[-1] == "0 []"
+
+
+@pytest.mark.timeout(300)
+def test_a_broken_plugin_from_the_outside(install, strategy_body, tmp_path):
+    """--help, list and unrelated commands work, with one warning; naming the broken plugin gives 2 and the cause."""
+    site = install("raise ImportError('libnccl.so.9 not found')", entry="broken", dist="mtb-broken", version="0.7")
+    warning = "mtb: warning: plugin 'broken' (mtb-broken 0.7) could not be loaded:"
+    helped = mtb("--help", path=site)
+    assert helped.returncode == 0
+    assert helped.stderr.count(warning) == 1
+    assert "train" in helped.stdout
+
+    listed = mtb("plugins", "list", "--json", path=site, env={"MTB_STRICT_PLUGINS": ""})
+    assert listed.returncode == 0
+    rows = {row["name"]: row for row in json.loads(listed.stdout)["plugins"]}
+    assert rows["broken"]["status"] == "failed"
+    assert "libnccl.so.9 not found" in rows["broken"]["reason"]
+    assert rows["core"]["status"] == "active"
+
+    unrelated = mtb("init", "x.toml", path=site, cwd=tmp_path)
+    assert (unrelated.returncode, unrelated.stderr) == (0, "")
+
+    named = mtb("train", "--strategy", "broken", path=site, cwd=tmp_path)
+    assert named.returncode == 2
+    assert "libnccl.so.9 not found" in named.stderr.splitlines()[-1]
+    assert named.stderr.count(warning) == 1
+
+    without = mtb("train", "--no-plugin", "broken", "--strategy", "broken", path=site, cwd=tmp_path)
+    assert without.returncode == 2
+    assert warning not in without.stderr
+    assert "switched off by --no-plugin" in without.stderr
+
+    strict = mtb("plugins", "list", path=site, env={"MTB_STRICT_PLUGINS": "1"})
+    assert strict.returncode == 2
+    assert "broken" in strict.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_reader_that_goes_away():
+    """`mtb … | head` ends quietly."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        command = [sys.executable, "-m", "mtb_core", "plugins", "list"]
+        ran = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ran.returncode == cli.EXIT_BROKEN_PIPE
+    assert "Traceback" not in ran.stderr
+    assert "BrokenPipe" not in ran.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_full_disk_behind_stdout():
+    """Output that cannot be written is an error, not silence."""
+    device = Path("/dev/full")
+    if not device.exists():
+        pytest.skip("there is no /dev/full here")
+    with device.open("w") as full:
+        command = [sys.executable, "-m", "mtb_core", "--version"]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ran.returncode == 3
+    assert "No space left" in ran.stderr
