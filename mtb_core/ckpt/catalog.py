@@ -1,0 +1,136 @@
+"""What is in a folder of checkpoints, and which one to resume from; torch-free, of one process."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import attrs
+
+from mtb_core.api.errors import ConfigError
+
+from .layout import LATEST, LEGACY_MANIFEST, MANIFEST, READY, DamagedCheckpoint, step_of
+from .manifest import check_ready, read_manifest
+
+log = logging.getLogger("mtb.checkpoint")
+
+
+@attrs.frozen
+class Found:
+    """A step folder. `ready`: it was published whole, as far as its small files tell."""
+
+    step: int
+    path: Path
+    ready: bool
+
+
+def is_ready(path: Path) -> bool:
+    """Whether `path` is a published checkpoint: its ``READY`` fits its manifest. Data files are not read."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    if (path / LEGACY_MANIFEST).is_file() and not (path / MANIFEST).exists():
+        return (path / READY).is_file()
+    try:
+        check_ready(path)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def list_steps(folder: Path) -> list[Found]:
+    """The step folders in `folder`, by integer step. Empty if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    named = [(step, entry) for entry in folder.iterdir() if (step := step_of(entry.name)) is not None]
+    return [Found(step, path, is_ready(path)) for step, path in sorted(named)]
+
+
+def read_latest(folder: Path) -> Path | None:
+    """The folder that ``latest`` names; None if there is no pointer or it holds no name of a step folder."""
+    try:
+        with (folder / LATEST).open("rb") as file:
+            name = file.read(64).decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    return folder / name if step_of(name) is not None else None
+
+
+def sequence_of(path: Path) -> int:
+    """Number of the publication of a READY checkpoint; 0 for the older formats, which have none."""
+    try:
+        return read_manifest(path).sequence
+    except DamagedCheckpoint:
+        return 0
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint to go on from: the one that ``latest`` names.
+
+    Where the pointer is missing, dangling or names an incomplete checkpoint, the READY one with the highest step,
+    with a warning; and a READY one that was published after the pointer was written (the save was killed just before
+    it replaced the pointer) goes before it, with a warning too. None if nothing is READY.
+    """
+    ready = [found for found in list_steps(folder) if found.ready]
+    if not ready:
+        return None
+    highest, pointed = ready[-1].path, read_latest(folder)
+    if pointed is None:
+        log.warning("%s is missing or unreadable; taking the newest complete checkpoint, %s.", folder / LATEST, highest)
+        return highest
+    if all(found.path != pointed for found in ready):
+        log.warning(
+            "%s names %s, which is missing or incomplete; taking the newest complete checkpoint, %s.",
+            folder / LATEST,
+            pointed.name,
+            highest,
+        )
+        return highest
+    published = max((found.path for found in ready), key=sequence_of)
+    if sequence_of(published) > sequence_of(pointed):
+        log.warning(
+            "%s names %s, but %s was completed after it; taking the latter.", folder / LATEST, pointed.name, published
+        )
+        return published
+    return pointed
+
+
+def find(folder: Path | None, selector: str) -> Path | None:
+    """The checkpoint that ``--resume SELECTOR`` means; None only for ``auto`` where there is nothing to resume from.
+
+    Raises:
+        ConfigError: nothing to resume from, or a path that is not a READY checkpoint.
+    """
+    if selector in {"latest", "auto"}:
+        if folder is None:
+            raise ConfigError(f"--resume {selector} needs --checkpoint-dir DIR, the folder to look in.")
+        found = newest(folder)
+        if found is None and selector == "latest":
+            msg = (
+                f"--resume latest found no complete checkpoint in {folder} ({_contents(folder)}). Give the right "
+                "--checkpoint-dir, or use --resume auto to start anew where there is none."
+            )
+            raise ConfigError(msg)
+        return found
+    path = Path(selector)
+    if is_ready(path):
+        return path
+    if not path.exists():
+        raise ConfigError(f"--resume {selector}: there is no such folder. Valid: latest, auto, or a step's folder.")
+    steps = [found.path.name for found in list_steps(path) if found.ready]
+    if steps:
+        msg = (
+            f"--resume {selector} is a folder of checkpoints; name one of them ({', '.join(steps)}), or use "
+            f"--checkpoint-dir {selector} --resume latest."
+        )
+        raise ConfigError(msg)
+    msg = (
+        f"--resume {selector}: this is no complete checkpoint ({READY} is missing or does not fit {MANIFEST}). "
+        "Resume from another step; `mtb checkpoint list` shows those of a folder."
+    )
+    raise ConfigError(msg)
+
+
+def _contents(folder: Path) -> str:
+    if not folder.is_dir():
+        return "the folder does not exist"
+    return f"incomplete steps there: {', '.join(f.path.name for f in list_steps(folder)) or 'none'}"

@@ -1,0 +1,190 @@
+"""Filling a training's state from a checkpoint, on all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from mtb_core.api.errors import RunFailed
+from mtb_core.api.values import Piece, RankContext, State
+
+from . import files
+from .dtypes import carrier
+from .group import SaverGroup
+from .layout import dump_json, rng_name
+from .opened import RNG_BYTES, Opened, open_checkpoint, read_json
+from .rng import reseed, restore_rng
+from .tensors import TensorFiles
+from .versions import legacy_rng
+
+log = logging.getLogger("mtb.checkpoint")
+
+#: How many names an error lists of each kind.
+_MOST_NAMES = 20
+
+
+@attrs.frozen
+class Loaded:
+    """What a checkpoint holds besides the tensors.
+
+    Attributes:
+        values: the manifest's values (``step``, ``config``, ``samples_seen``, …).
+        sections: content of ``state.json``: ``train_state``, ``scheduler``, ``data``, ``scalars``, …
+        rng: this rank's random state; None where there is none for it (another world size, format 1).
+        deterministic: whether the continuation is that of the uninterrupted run, to the bit.
+        determinism_reason: why not.
+    """
+
+    path: Path
+    version: int
+    values: Mapping[str, Any]
+    sections: Mapping[str, Any]
+    rng: Mapping[str, Any] | None
+    origin: Sequence[Mapping[str, Any] | None]
+    deterministic: bool
+    determinism_reason: str | None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed."""
+        return int(self.values["step"])
+
+    def restore_random(self, ctx: RankContext) -> None:
+        """Put back this rank's random state or, where there is none for it, seed its streams by the rule for that."""
+        if self.rng is not None:
+            restore_rng(self.rng, ctx.device)
+        else:
+            reseed(self.origin, step=self.step, world_size=ctx.world_size, rank=ctx.rank, device=ctx.device)
+
+
+def load_checkpoint(
+    path: Path, state: State, ctx: RankContext, group: SaverGroup, *, allow_missing_rng: bool
+) -> Loaded:
+    """See `CheckpointManager.load`."""
+    what = f"The checkpoint {path} cannot be resumed"
+    opened = group.agreed(what, lambda: open_checkpoint(path))
+    everyone = group.gather((files.digest_bytes(dump_json(dict(opened.values))), [*state.pieces]))
+    if any(digest != everyone[0][0] for digest, _ in everyone):
+        raise RunFailed(f"{what}: the ranks see different files there; all ranks need one shared folder.")
+    wanted = {key for _, keys in everyone for key in keys}
+    group.agreed(what, lambda: check_keys(opened, state, wanted))
+    group.agreed(what, lambda: _check_share(opened, ctx))
+    rng, origin, reason = _random_state(opened, ctx, group, allow_missing=allow_missing_rng)
+    group.agreed(what, lambda: _fill(opened, state))
+    values, stated = opened.values, (bool(opened.values["deterministic"]), opened.values["determinism_reason"])
+    deterministic, why = (False, reason) if reason else stated
+    return Loaded(path, opened.version, values, opened.sections, rng, origin, deterministic, why)
+
+
+def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those that the training has.
+
+    `wanted` are the keys of all ranks, `state` is this rank's.
+
+    Raises:
+        RunFailed: lists what is missing, unexpected, of another shape or of another dtype.
+    """
+    problems = []
+    missing, unexpected = sorted(wanted - opened.entries.keys()), sorted(opened.entries.keys() - wanted)
+    if missing:
+        problems.append(f"missing in it: {_names(missing)}")
+    if unexpected:
+        problems.append(f"in it but not in this training: {_names(unexpected)}")
+    shapes, dtypes = [], []
+    for key, pieces in state.pieces.items():
+        entry = opened.entries.get(key)
+        for piece in pieces if entry is not None else ():
+            assert entry is not None
+            dtype = str(piece.tensor.dtype).removeprefix("torch.")
+            if tuple(piece.shape) != entry.shape:
+                shapes.append(f"{key} (stored {list(entry.shape)}, here {list(piece.shape)})")
+            elif dtype != entry.dtype:
+                dtypes.append(f"{key} (stored {entry.dtype}, here {dtype})")
+    if shapes:
+        problems.append(f"of another shape: {_names(shapes)}")
+    if dtypes:
+        problems.append(f"of another dtype: {_names(dtypes)}")
+    if problems:
+        raise RunFailed(
+            f"its tensors do not fit this training: {'; '.join(problems)}. The model, the optimizer and the precision "
+            "must be those that it was saved with"
+        )
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _check_share(opened: Opened, ctx: RankContext) -> None:
+    """Digests of this rank's share of the files, so that each file is read once for it in all."""
+    if opened.manifest is not None:
+        opened.check_files(sorted(opened.manifest.files)[ctx.rank :: ctx.world_size])
+
+
+def _random_state(
+    opened: Opened, ctx: RankContext, group: SaverGroup, *, allow_missing: bool
+) -> tuple[Mapping[str, Any] | None, Sequence[Mapping[str, Any] | None], str | None]:
+    """(this rank's random state, what to seed anew from, why the continuation is not deterministic)."""
+    same_world = opened.world_size == ctx.world_size
+    if opened.version == 1:
+        return None, [None], "checkpoints of format 1 hold no random state"
+    what = f"The checkpoint {opened.path} cannot be resumed"
+    try:
+        state = group.agreed(what, lambda: read_rng(opened, ctx.rank if same_world else 0))
+    except RunFailed as error:
+        if not allow_missing:
+            raise RunFailed(
+                f"{error} Its random state can be given up with --allow-missing-rng; the run then does not continue "
+                "bit for bit.",
+                rank=error.rank,
+            ) from error
+        if ctx.rank == 0:
+            log.warning("%s Going on without it, with streams seeded anew.", error)
+        return None, [None], "the random state was missing or damaged, and streams were seeded anew"
+    if same_world:
+        return state, [], None
+    reason = (
+        f"resumed on {ctx.world_size} ranks what {opened.world_size} had saved: random streams were seeded anew and "
+        "sums over ranks are taken in another order"
+    )
+    if ctx.rank == 0:
+        log.warning("Not a deterministic continuation: %s.", reason)
+    return None, [state], reason
+
+
+def read_rng(opened: Opened, rank: int) -> Mapping[str, Any]:
+    """The random state that `rank` saved.
+
+    Raises:
+        DamagedCheckpoint: missing or damaged.
+    """
+    if opened.version == 2:
+        return legacy_rng(opened.path, rank)
+    opened.check_files([rng_name(rank)])
+    return read_json(opened.path, rng_name(rank), RNG_BYTES)
+
+
+def _fill(opened: Opened, state: State) -> None:
+    with opened.tensors() as stored, torch.no_grad():
+        for key, pieces in state.pieces.items():
+            for piece in pieces:
+                _fill_piece(stored, key, piece)
+
+
+def _fill_piece(stored: TensorFiles, key: str, piece: Piece) -> None:
+    tensor = piece.tensor
+    if not tensor.numel():
+        return
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+    target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = target.reshape(-1).view(torch.uint8).numpy().view(carrier(dtype))
+    stored.read(key, tuple(piece.offset), tuple(tensor.shape), flat.reshape(tuple(tensor.shape)))
+    if not direct:
+        tensor.copy_(target)

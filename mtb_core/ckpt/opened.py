@@ -1,0 +1,168 @@
+"""One checkpoint, opened for reading: the same view of every format version. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from . import files
+from .layout import (
+    LEGACY_MANIFEST,
+    MANIFEST,
+    METADATA,
+    README,
+    SMALL_FILE_BYTES,
+    STATE,
+    DamagedCheckpoint,
+    parse_json,
+    rng_name,
+    shard_name,
+)
+from .manifest import Manifest, read_manifest
+from .metadata import TensorEntry, parse_metadata
+from .tensors import TensorFiles
+
+#: Largest ``.metadata`` and largest random state that are read.
+METADATA_BYTES = 1 << 30
+RNG_BYTES = 1 << 20
+
+
+@attrs.frozen
+class Opened:
+    """A published checkpoint.
+
+    Attributes:
+        version: its format version.
+        values: the manifest without the list of files.
+        manifest: None for the older formats, which list no files.
+        sections: content of ``state.json``; None for a section that this format has not.
+        entries: its tensors.
+    """
+
+    path: Path
+    version: int
+    values: Mapping[str, Any]
+    manifest: Manifest | None
+    sections: Mapping[str, Any]
+    entries: Mapping[str, TensorEntry]
+
+    @property
+    def step(self) -> int:
+        """Global step after which it was taken."""
+        return int(self.values["step"])
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that wrote it."""
+        return int(self.values["world_size"])
+
+    def tensors(self) -> TensorFiles:
+        """Reader of the tensors, to be used as a context manager."""
+        return TensorFiles(self.path, self.entries)
+
+    def check_files(self, names: Sequence[str]) -> None:
+        """Compare size and digest of the files `names` with the manifest.
+
+        Raises:
+            DamagedCheckpoint: the first that differs.
+        """
+        assert self.manifest is not None
+        for name in names:
+            problem = file_problem(self.path, name, self.manifest)
+            if problem is not None:
+                raise DamagedCheckpoint(self.path, name, problem)
+
+
+def open_checkpoint(path: Path) -> Opened:
+    """Read the small files of the checkpoint at `path`: manifest, ``state.json``, ``.metadata``.
+
+    Raises:
+        DamagedCheckpoint: one of them is missing or not what was published.
+    """
+    if (path / LEGACY_MANIFEST).is_file() and not (path / MANIFEST).exists():
+        from .versions import open_legacy  # noqa: PLC0415  (builds on this module)
+
+        return open_legacy(path)
+    manifest = read_manifest(path)
+    for name in required_files(manifest.world_size):
+        if name not in manifest.files:
+            raise DamagedCheckpoint(path, MANIFEST, f"it does not list {name}")
+    opened = Opened(path, int(manifest.values["format_version"]), manifest.values, manifest, {}, {})
+    opened.check_files([STATE, METADATA])
+    sections = read_json(path, STATE)
+    entries, others = read_entries(path)
+    if others:
+        raise DamagedCheckpoint(path, METADATA, f"it has entries that are not tensors: {', '.join(others[:3])}")
+    strange = {c.file for e in entries.values() for c in e.chunks} - manifest.files.keys()
+    if strange:
+        raise DamagedCheckpoint(
+            path, METADATA, f"it refers to files that the manifest does not list: {sorted(strange)}"
+        )
+    return attrs.evolve(opened, sections=sections, entries=entries)
+
+
+def required_files(world_size: int) -> list[str]:
+    """What a checkpoint of so many ranks has at least, besides the manifest and ``READY``."""
+    ranks = range(world_size)
+    return [METADATA, STATE, README, *(shard_name(r) for r in ranks), *(rng_name(r) for r in ranks)]
+
+
+def file_problem(path: Path, name: str, manifest: Manifest) -> str | None:
+    """What is wrong with one listed file, or None. Reads the file in one small buffer."""
+    entry = manifest.files[name]
+    try:
+        descriptor = files.open_inside(path, name)
+    except FileNotFoundError:
+        return "it is missing"
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != entry.size:
+            return f"it has {size} bytes; {entry.size} were written"
+        if files.digest_file(descriptor) != entry.digest:
+            return "its content is not what was written: the digest differs"
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def read_json(path: Path, name: str, limit: int = SMALL_FILE_BYTES) -> dict[str, Any]:
+    """A JSON object of a checkpoint.
+
+    Raises:
+        DamagedCheckpoint: missing, unreadable or something else.
+    """
+    values = _decoded(path, name, limit, parse_json)
+    if not isinstance(values, dict):
+        raise DamagedCheckpoint(path, name, "it is not a JSON object")
+    return values
+
+
+def read_entries(path: Path) -> tuple[Mapping[str, TensorEntry], tuple[str, ...]]:
+    """The tensors in ``.metadata``, and the keys of what is not a tensor there.
+
+    Raises:
+        DamagedCheckpoint: missing, unreadable, or not an index of tensors.
+    """
+    index = _decoded(path, METADATA, METADATA_BYTES, parse_metadata)
+    return index.tensors, index.others
+
+
+def _decoded(path: Path, name: str, limit: int, decode: Any) -> Any:
+    try:
+        return decode(files.read_small(path, name, limit))
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, name, "it is missing") from error
+    except OSError as error:
+        raise DamagedCheckpoint(path, name, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise DamagedCheckpoint(path, name, str(error)) from error

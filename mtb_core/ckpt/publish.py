@@ -1,0 +1,220 @@
+"""From a temporary folder to a published checkpoint: the steps that rank 0 takes, in an order that survives a crash.
+
+``manifest.json``, ``READY`` (each fsynced, then the folder), rename into place, fsync of the parent,
+``latest`` replaced, old checkpoints pruned. A step that exists already is exchanged as a whole. Whatever fails before
+``latest`` is replaced is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from . import files
+from .catalog import is_ready, list_steps, read_latest, sequence_of
+from .layout import LATEST, MANIFEST, READY, TEMPORARY, is_temporary, step_name
+from .manifest import Manifest, ready_text
+
+log = logging.getLogger("mtb.checkpoint")
+
+FaultPoint = Callable[[str], None]
+
+#: The named instants of a save, in order; on ranks, then on rank 0. For fault drills: a fault point is called with
+#: each of them, and everything before it has been done.
+RANK_POINTS = ("staged", "tensors-written", "tensors-synced", "rank-synced", "agreed")
+PUBLISH_POINTS = (
+    "manifest-synced",
+    "ready-written",
+    "ready-synced",
+    "renamed",
+    "parent-synced",
+    "latest-written",
+    "latest-replaced",
+    "latest-synced",
+    "replaced-removed",
+    "pruned",
+)
+
+
+class Workspace:
+    """The temporary folder of one save; locked by every living rank that writes into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, folder: Path, step: int) -> Workspace:
+        """Make and lock a fresh one (rank 0)."""
+        while True:
+            workspace = cls(folder / f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(8)}")
+            files.make_folder(workspace.path)
+            # Between the two calls another run's clean-up may take the empty folder for a dead one.
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                workspace.enter()
+                if workspace.path.exists():
+                    return workspace
+            workspace.leave()
+
+    def enter(self) -> None:
+        """Lock it, on another rank than 0."""
+        self._lock = files.lock_shared(self.path)
+
+    def leave(self) -> None:
+        """Give the lock back; the folder, if it is still there, is a leftover from now on."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def discard(self) -> None:
+        """Remove the folder with what is in it, as far as that is possible."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.leave()
+
+
+def publish(workspace: Workspace, folder: Path, manifest: Manifest, fault_point: FaultPoint) -> Path:
+    """Turn a workspace whose files are written and fsynced into the published checkpoint of its step.
+
+    Returns:
+        Its path. ``latest`` names it and both are durable.
+
+    Raises:
+        OSError: nothing was published, and what was there before is there still; except after ``latest`` was
+            replaced, when only the durability of that is in doubt.
+    """
+    final = folder / step_name(manifest.step)
+    text = manifest.to_bytes()
+    files.write_durably(workspace.path / MANIFEST, [text])
+    files.sync_folder(workspace.path)
+    fault_point("manifest-synced")
+    files.write_durably(
+        workspace.path / READY,
+        [ready_text(files.digest_bytes(text))],
+        before_sync=lambda: fault_point("ready-written"),
+    )
+    files.sync_folder(workspace.path)
+    fault_point("ready-synced")
+    replaced = os.path.lexists(final)
+    _into_place(workspace.path, final, replaced=replaced)
+    try:
+        fault_point("renamed")
+        files.sync_folder(folder)
+        fault_point("parent-synced")
+        write_latest(folder, final.name, fault_point)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            (files.exchange if replaced else files.rename)(final, workspace.path)
+            files.sync_folder(folder)
+        raise
+    fault_point("latest-replaced")
+    files.sync_folder(folder)
+    fault_point("latest-synced")
+    if replaced:
+        _put_aside(workspace.path)
+        fault_point("replaced-removed")
+    return final
+
+
+def write_latest(folder: Path, name: str, fault_point: FaultPoint = lambda _: None) -> None:
+    """Replace the pointer ``latest`` by one to `name`; the caller fsyncs `folder`."""
+    temporary = folder / f"{TEMPORARY}latest-{secrets.token_hex(8)}"
+    with files.in_use(folder):  # keeps the clean-up of another run away from the temporary file
+        try:
+            files.write_durably(temporary, [f"{name}\n".encode()])
+            fault_point("latest-written")
+            files.rename(temporary, folder / LATEST)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def probe(folder: Path, name: str) -> None:
+    """Write, fsync and keep a small file in `folder`: whether checkpoints can be written there.
+
+    Raises:
+        OSError: they cannot.
+    """
+    files.write_durably(folder / name, [b"probe\n"])
+    files.sync_folder(folder)
+
+
+def next_sequence(folder: Path) -> int:
+    """One more than the highest sequence number of the READY checkpoints in `folder`."""
+    return 1 + max((sequence_of(found.path) for found in list_steps(folder) if found.ready), default=0)
+
+
+def prune(folder: Path, *, keep_last: int, keep_every: int, dry_run: bool = False) -> list[Path]:
+    """Remove READY checkpoints except the `keep_last` highest steps (0 keeps all) and multiples of `keep_every`.
+
+    The one that ``latest`` names is never removed, nor is anything that is not a READY checkpoint. Each is renamed
+    before it is emptied, so that no half-removed one is ever found. Returns what was removed.
+    """
+    ready = [found for found in list_steps(folder) if found.ready]
+    if not keep_last or not ready:
+        return []
+    latest = read_latest(folder)
+    spared = {found.path for found in ready[-keep_last:]} | {latest}
+    gone = [
+        found.path for found in ready if found.path not in spared and not (keep_every and found.step % keep_every == 0)
+    ]
+    if not dry_run:
+        for path in gone:
+            _remove(path)
+    return gone
+
+
+def clean_leftovers(folder: Path) -> list[Path]:
+    """Remove what dead saves left in `folder`; that of a living one is locked and stays. Returns what was removed."""
+    leftovers = sorted(p for p in folder.iterdir() if is_temporary(p.name) and not p.is_symlink())
+    gone = []
+    for path in leftovers:
+        try:
+            # A workspace carries its own lock; single files are protected by that of the folder.
+            with files.lock_if_free(path if path.is_dir() else folder) as free:
+                if free:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    gone.append(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("The leftover %s of an interrupted save could not be removed: %s.", path, error.strerror)
+    return gone
+
+
+def _into_place(temporary: Path, final: Path, *, replaced: bool) -> None:
+    if not replaced:
+        files.rename(temporary, final)
+        return
+    try:
+        files.exchange(temporary, final)
+    except OSError as error:
+        if error.errno not in {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}:
+            raise
+        raise OSError(
+            errno.EEXIST, "it exists, and this file system cannot exchange folders, so it is left as it is", str(final)
+        ) from error
+
+
+def _put_aside(path: Path) -> None:
+    """Remove the checkpoint that was replaced; what stood in its place without being one is kept under another name."""
+    if is_ready(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    kept = path.with_name(f"incomplete{path.name.removeprefix('.tmp')}")
+    files.rename(path, kept)
+    log.warning("What stood in place of the new checkpoint was not a complete one; it is kept as %s.", kept)
+
+
+def _remove(path: Path) -> None:
+    hidden = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(8)}")
+    try:
+        files.rename(path, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        log.warning("The old checkpoint %s could not be removed: %s.", path, error.strerror)

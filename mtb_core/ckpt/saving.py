@@ -1,0 +1,249 @@
+"""The two halves of a save: the snapshot, taken while training waits, and the writing, which may run beside it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core.api.errors import RunFailed
+from mtb_core.api.values import Piece, RankContext, State
+
+from . import files, publish
+from .group import SaverGroup, Trouble
+from .image import Image, make_image, metadata_bytes
+from .layout import METADATA, README, RNG_FOLDER, STATE, dump_json, rng_name, shard_name
+from .manifest import FORMAT_VERSION, FileEntry, Manifest
+from .metadata import Chunk, TensorEntry
+from .plan import Part, assign
+from .publish import Workspace
+from .readme import readme_text
+
+
+@attrs.frozen
+class Request:
+    """What a caller wants saved besides the tensors; see `CheckpointManager.save`."""
+
+    step: int
+    meta: Mapping[str, Any]
+    sections: Mapping[str, Any]
+    rng: Mapping[str, Any]
+    attachments: Mapping[str, Path]
+
+
+@attrs.frozen
+class Snapshot:
+    """Everything that one save writes, independent of the running training; `trouble`: it is not complete."""
+
+    step: int
+    workspace: Workspace
+    meta: Mapping[str, Any]
+    state_json: bytes
+    rng_json: bytes
+    attachments: Mapping[str, tuple[Path, int]]
+    trouble: Trouble | None
+
+
+@attrs.frozen
+class _Prepared:
+    """Who writes what, and the buffers for it; renewed when the shapes of the state change."""
+
+    described: Sequence[tuple[Any, ...]]
+    mine: Sequence[int]
+    image: Image
+    metadata: bytes | None
+
+
+class Saver:
+    """Writes and publishes the snapshots of one rank, one at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ctx: RankContext,
+        group: SaverGroup,
+        *,
+        keep_last: int,
+        keep_every: int,
+        fault_point: Callable[[str], None],
+    ) -> None:
+        self._folder, self._ctx, self._group = folder, ctx, group
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._fault_point = fault_point
+        self._prepared: _Prepared | None = None
+
+    def prepare(self, state: State) -> None:
+        """Decide who writes what, and allocate the buffers for it. All ranks."""
+        flat = _flatten(state)
+        parts = [Part(key, _dtype(p), tuple(p.shape), tuple(p.offset), tuple(p.tensor.shape)) for key, p in flat]
+        everyone = self._group.gather(parts)
+        try:
+            mine = assign(everyone)[self._ctx.rank]  # the same computation, with the same outcome, on all ranks
+        except ValueError as error:
+            raise RunFailed(f"The state of the training cannot be saved: {error}.") from error
+        name, pinned = shard_name(self._ctx.rank), any(piece.tensor.is_cuda for _, piece in flat)
+        image: Image | None = None
+
+        def build() -> list[tuple[Part, Chunk]]:
+            nonlocal image
+            self._prepared = None  # the old buffers are let go first
+            image = make_image([parts[i] for i in mine], name, pinned=pinned)
+            return [(parts[i], chunk) for i, chunk in zip(mine, image.chunks, strict=True)]
+
+        placed = self._group.together("The buffers for checkpoints could not be made", build)
+        metadata = None
+        if self._ctx.rank == 0:
+            metadata = metadata_bytes(_entries([item for items in placed for item in items]))
+        assert image is not None
+        self._prepared = _Prepared(_describe(flat), mine, image, metadata)
+
+    def snapshot(self, request: Request, state: State) -> Snapshot:
+        """Agree on the save, and copy all that it needs. All ranks; raises on all or none."""
+        flat = _flatten(state)
+        changed = self._prepared is None or self._prepared.described != _describe(flat)
+        workspace: Workspace | None = None
+
+        def begin() -> tuple[str | None, bool, dict[str, str]]:
+            nonlocal workspace
+            values = {"step": request.step, **request.meta, **request.sections}
+            digests = {key: files.digest_bytes(dump_json(value)) for key, value in values.items()}
+            if self._ctx.rank == 0:
+                workspace = Workspace.create(self._folder, request.step)
+            return workspace and workspace.path.name, changed, digests
+
+        what = f"The checkpoint of step {request.step} was not saved"
+        try:
+            everyone = self._group.together(what, begin)
+            _same_on_all(what, [digests for _, _, digests in everyone])
+            if any(other for _, other, _ in everyone):
+                self.prepare(state)
+        except BaseException:
+            if workspace is not None:
+                workspace.discard()
+            raise
+        if workspace is None:
+            workspace = Workspace(self._folder / str(everyone[0][0]))
+        state_json, rng_json, attachments, trouble = b"", b"", {}, None
+        try:
+            if self._ctx.rank:
+                workspace.enter()
+            assert self._prepared is not None
+            self._prepared.image.stage([flat[i][1].tensor for i in self._prepared.mine])
+            state_json, rng_json = dump_json(request.sections), dump_json(request.rng)
+            attachments = {n: (source, source.stat().st_size) for n, source in request.attachments.items()}
+            self._fault_point("staged")
+        except Exception as error:  # noqa: BLE001  (told to the other ranks when all have written)
+            trouble = Trouble.of(self._ctx.rank, error)
+        meta = {**request.meta, "format_version": FORMAT_VERSION, "step": request.step}
+        meta["world_size"] = self._ctx.world_size
+        return Snapshot(request.step, workspace, meta, state_json, rng_json, attachments, trouble)
+
+    def write_and_publish(self, snapshot: Snapshot) -> Path:
+        """Write this rank's files and, when all ranks have, publish (rank 0). Returns the checkpoint's path.
+
+        Raises:
+            RunFailed: on all ranks; nothing was published.
+        """
+        what = f"The checkpoint of step {snapshot.step} was not saved"
+        advice = f"The earlier checkpoints in {self._folder} are as they were."
+        try:
+            written = self._group.together(what, lambda: self._write(snapshot), advice=advice)
+            self._fault_point("agreed")
+            paths = self._group.together(what, lambda: self._publish(snapshot, written), advice=advice)
+        except BaseException:
+            if self._ctx.rank == 0:
+                snapshot.workspace.discard()
+            raise
+        finally:
+            snapshot.workspace.leave()
+        assert paths[0] is not None
+        return paths[0]
+
+    def _write(self, snapshot: Snapshot) -> dict[str, FileEntry]:
+        """This rank's files, written and fsynced with their folders."""
+        if snapshot.trouble is not None:
+            raise RunFailed(snapshot.trouble.text, rank=self._ctx.rank)
+        assert self._prepared is not None
+        root, rank, point = snapshot.workspace.path, self._ctx.rank, self._fault_point
+        listed = {}
+
+        def write(name: str, data: bytes | memoryview, before_sync: Callable[[], None] = lambda: None) -> None:
+            listed[name] = FileEntry(*files.write_durably(root / name, [data], before_sync))
+
+        write(shard_name(rank), self._prepared.image.view(), lambda: point("tensors-written"))
+        point("tensors-synced")
+        folders = {root / RNG_FOLDER}
+        files.make_folder(root / RNG_FOLDER)
+        write(rng_name(rank), snapshot.rng_json)
+        for name, (source, size) in snapshot.attachments.items():
+            target = root.joinpath(*files.safe_parts(name))
+            for folder in reversed([p for p in target.parents if root in p.parents]):
+                files.make_folder(folder)
+                folders.add(folder)
+            listed[name] = FileEntry(*files.copy_durably(source, size, target))
+        if rank == 0:
+            assert self._prepared.metadata is not None
+            write(METADATA, self._prepared.metadata)
+            write(STATE, snapshot.state_json)
+        for folder in (*sorted(folders, reverse=True), root):
+            files.sync_folder(folder)
+        point("rank-synced")
+        return listed
+
+    def _publish(self, snapshot: Snapshot, written: Sequence[Mapping[str, FileEntry]]) -> Path | None:
+        """On rank 0: everything from the manifest to pruning."""
+        if self._ctx.rank:
+            return None
+        listed: dict[str, FileEntry] = {}
+        for rank, entries in enumerate(written):
+            for name, entry in entries.items():
+                if name in listed:
+                    raise RunFailed(f"rank {rank} wrote {name}, which another rank had written too")
+                size = (snapshot.workspace.path / name).stat().st_size
+                if size != entry.size:
+                    raise RunFailed(f"{name} has {size} bytes, but rank {rank} wrote {entry.size}")
+                listed[name] = entry
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        values = {**snapshot.meta, "sequence": publish.next_sequence(self._folder), "created_at": now}
+        readme = readme_text(values).encode()
+        listed[README] = FileEntry(*files.write_durably(snapshot.workspace.path / README, [readme]))
+        path = publish.publish(snapshot.workspace, self._folder, Manifest(values, listed), self._fault_point)
+        publish.prune(self._folder, keep_last=self._keep_last, keep_every=self._keep_every)
+        self._fault_point("pruned")
+        return path
+
+
+def _flatten(state: State) -> list[tuple[str, Piece]]:
+    return [(key, piece) for key, pieces in state.pieces.items() for piece in pieces]
+
+
+def _dtype(piece: Piece) -> str:
+    return str(piece.tensor.dtype).removeprefix("torch.")
+
+
+def _describe(flat: Sequence[tuple[str, Piece]]) -> list[tuple[Any, ...]]:
+    return [(key, p.tensor.dtype, p.shape, p.offset, p.tensor.shape, p.tensor.is_cuda) for key, p in flat]
+
+
+def _entries(placed: Sequence[tuple[Part, Chunk]]) -> dict[str, TensorEntry]:
+    chunks: dict[str, list[Chunk]] = {}
+    kinds: dict[str, Part] = {}
+    for part, chunk in placed:
+        kinds[part.key] = part
+        chunks.setdefault(part.key, []).append(chunk)
+    ordered = {key: tuple(sorted(chunks[key], key=lambda c: c.offset)) for key in sorted(chunks)}
+    return {key: TensorEntry(kinds[key].dtype, kinds[key].shape, ordered[key]) for key in ordered}
+
+
+def _same_on_all(what: str, digests: Sequence[Mapping[str, str]]) -> None:
+    for rank, mine in enumerate(digests):
+        differing = sorted(k for k in {*digests[0], *mine} if digests[0].get(k) != mine.get(k))
+        if differing:
+            msg = (
+                f"{what}: rank {rank} has other values than rank 0 for {', '.join(differing)}; what describes a "
+                "checkpoint must be equal on all ranks, so give the global value, not a rank's own."
+            )
+            raise RunFailed(msg, rank=rank)

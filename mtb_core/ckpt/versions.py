@@ -1,0 +1,120 @@
+"""The older layouts of checkpoints, formats 1 and 2, read as if they were of the present one.
+
+Both have ``metadata.json`` instead of a manifest, list no files and no digests, and store tensors under the nested
+keys of torch's state dicts: ``model.NAME``, ``optimizer.state.NAME.KEY``, and ``optimizer.param_groups…`` as pickled
+bytes, which are never read. Format 1 has no random state, no schedule and no gradient sync mode; format 2 has no
+schedule and keeps random state in ``rng_state_rank_00000.pt``, which is read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtb_core.api.errors import ConfigError
+
+from . import files
+from .layout import LEGACY_MANIFEST, METADATA, SMALL_FILE_BYTES, DamagedCheckpoint
+from .opened import RNG_BYTES, Opened, read_entries, read_json
+
+_MODEL, _OPTIMIZER = "model.", "optimizer.state."
+_GROUPS = "optimizer.param_groups"
+
+
+def open_legacy(path: Path) -> Opened:
+    """A checkpoint of format 1 or 2.
+
+    Raises:
+        DamagedCheckpoint: not such a checkpoint, or entries in it that would need unpickling.
+    """
+    stored = read_json(path, LEGACY_MANIFEST, SMALL_FILE_BYTES)
+    version = stored.get("format_version")
+    if version not in {1, 2}:
+        raise DamagedCheckpoint(path, LEGACY_MANIFEST, f"its format version is {version!r}; 1 or 2 is expected there")
+    for key in ("global_step", "world_size", "samples_seen"):
+        if type(stored.get(key)) is not int:
+            raise DamagedCheckpoint(path, LEGACY_MANIFEST, f"the value of {key!r} is missing or no whole number")
+    entries, others = read_entries(path)
+    strange = [key for key in others if not key.startswith(_GROUPS)]
+    if strange:
+        raise DamagedCheckpoint(path, METADATA, f"it has entries that are not tensors: {', '.join(strange[:3])}")
+    renamed = {}
+    for key, entry in entries.items():
+        if key.startswith(_MODEL):
+            renamed["model/" + key.removeprefix(_MODEL)] = entry
+        elif key.startswith(_OPTIMIZER):
+            name, _, kind = key.removeprefix(_OPTIMIZER).rpartition(".")
+            renamed[f"optim/{name}/{kind}"] = entry
+        elif not key.startswith(_GROUPS):
+            raise DamagedCheckpoint(path, METADATA, f"it has the unknown tensor {key!r}")
+    step, samples = stored["global_step"], stored["samples_seen"]
+    reason = "checkpoints of format 1 hold no random state" if version == 1 else None
+    values = {
+        **stored,
+        "step": step,
+        "gradient_sync_mode": "every" if version == 1 else stored.get("gradient_sync_mode"),
+        "deterministic": version == 2,
+        "determinism_reason": reason,
+    }
+    sections = {
+        "train_state": {"global_step": step, "samples_seen": samples, "tokens_seen": stored.get("tokens_seen")},
+        "data": {"samples_seen": samples},
+        "scheduler": None,
+        "optimizer": None,
+    }
+    return Opened(path, version, values, None, sections, renamed)
+
+
+def legacy_rng(path: Path, rank: int) -> Mapping[str, Any]:
+    """The random state of `rank` in a checkpoint of format 2, in the form of `mtb_core.ckpt.rng`.
+
+    Raises:
+        DamagedCheckpoint: missing, or not such a state. Nothing in the file is executed.
+    """
+    import torch  # noqa: PLC0415  (only this old file needs it)
+
+    name = f"rng_state_rank_{rank:05d}.pt"
+    try:
+        state = torch.load(io.BytesIO(files.read_small(path, name, RNG_BYTES)), map_location="cpu", weights_only=True)
+        kind, keys, position, has_gauss, gauss = state["numpy"]
+        version, words, next_gauss = state["python"]
+        return {
+            "torch_cpu": state["torch"].numpy().tobytes().hex(),
+            "torch_cuda": None,
+            "numpy": {
+                "kind": kind,
+                "keys": np.asarray(keys, "<u4").tobytes().hex(),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(gauss).hex(),
+            },
+            "python": {
+                "version": version,
+                "words": np.asarray(words, "<u4").tobytes().hex(),
+                "gauss": None if next_gauss is None else float(next_gauss).hex(),
+            },
+        }
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, name, "it is missing") from error
+    except Exception as error:
+        raise DamagedCheckpoint(path, name, f"it cannot be read ({type(error).__name__})") from error
+
+
+def sync_mode_of(version: int, values: Mapping[str, Any], asked: str) -> str | None:
+    """The gradient sync mode that a resumed run must use; None leaves it to the configuration.
+
+    Raises:
+        ConfigError: format 1, which always synchronised at every micro-batch, with an explicit ``--gradient-sync-mode``.
+    """
+    if version != 1:
+        return None
+    if asked != "auto":
+        raise ConfigError(
+            f"--gradient-sync-mode {asked} cannot be chosen for a checkpoint of format 1: it does not record its mode, "
+            "and such runs synchronised at every micro-batch. Leave the option out to go on like that."
+        )
+    return str(values["gradient_sync_mode"])
