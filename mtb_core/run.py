@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from mtb_core.train.planning import Planned, check_output, make_run_folder, plan
 from mtb_core.train.worker_main import Payload, base_fields, failure_fields, rank_main
 
 
-def run(config: TrainConfig, *, quiet: bool = False) -> Result:
+def run(
+    config: TrainConfig, *, quiet: bool = False, plugins: Mapping[str, Callable[[], object]] | None = None
+) -> Result:
     """Train as `config` says and measure it.
 
     One process with ``nproc=1``; with more, workers are launched from here; started by torchrun or Slurm, this
@@ -32,6 +35,8 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Result:
 
     Args:
         quiet: no progress on stderr.
+        plugins: run plugins of your own by name: called without arguments on every rank to make an object with run
+            hooks, see `mtb_core.api.hooks`. Picklable where workers are spawned.
 
     Raises:
         ConfigError: nothing was started; the message says what would be valid.
@@ -44,7 +49,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Result:
     check_network(config)
     several_nodes = config.max_nodes > 1
     folder = None if external or several_nodes else make_run_folder(planned)
-    payload = Payload(config, folder, tuple(sys.argv))
+    payload = Payload(config, folder, tuple(sys.argv), dict(plugins or {}))
     with Display(quiet=quiet) as display:
         if external:
             result = _run_here(payload, planned, registry, display, external=True)

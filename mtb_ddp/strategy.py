@@ -51,7 +51,7 @@ class DDPStrategy(Strategy):
 
     def backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         """DDP averages over ranks; the contract is their sum."""
-        (loss * prepared.engine.replicas).backward()  # type: ignore[no-untyped-call]
+        (loss * prepared.engine.replicas).backward()
 
     def gradients(self, prepared: Prepared) -> Sequence[Shards]:
         """All gradients, the same on every rank."""

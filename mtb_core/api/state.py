@@ -15,7 +15,8 @@ def piece(tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
         return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Piece(tensor.detach().to_local(), tuple(tensor.shape), tuple(offset))
+    local: torch.Tensor = tensor.to_local().detach()
+    return Piece(local, tuple(tensor.shape), tuple(offset))
 
 
 def module_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:

@@ -30,7 +30,7 @@ class Strategy:
 
     def backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         """Add this micro-batch's gradients; over all ranks and micro-batches they must come out as the SUM."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def gradients(self, prepared: Prepared) -> Sequence[Shards]:
         """This rank's gradients for norm and clipping."""

@@ -242,7 +242,7 @@ class Shards:
     `copies` is how many ranks hold these same elements (1 where every rank holds different ones).
     """
 
-    tensors: Sequence[torch.Tensor]
+    tensors: list[torch.Tensor]
     copies: int
 
 

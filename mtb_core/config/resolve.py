@@ -90,7 +90,7 @@ def resolve(config: TrainConfig, strategy: Any, world: World, *, vocab_size: int
         lr_decay_steps=decay,
         vocab_size=vocabulary,
     )
-    return ResolvedRun(resolved, world, plan, options, mode)  # type: ignore[arg-type]
+    return ResolvedRun(resolved, world, plan, options, mode)
 
 
 def _batch(config: TrainConfig, data_size: int) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -198,4 +199,4 @@ def combine_trials(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], d
 
 
 def _nan_last(value: float) -> float:
-    return float("inf") if value != value else value
+    return float("inf") if math.isnan(value) else value

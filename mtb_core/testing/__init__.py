@@ -1,1 +1,1 @@
-""""""
+"""For tests of strategies: run them for real and compare what they did."""

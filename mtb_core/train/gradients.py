@@ -32,7 +32,7 @@ def clip(shards: Sequence[Shards], norm: float, limit: float) -> None:
     """
     for part in shards:
         if part.tensors:
-            torch._foreach_mul_(part.tensors, limit / (norm + 1e-6))  # noqa: SLF001
+            torch._foreach_mul_(part.tensors, limit / (norm + 1e-6))
 
 
 def describe_nonfinite(loss: float, prepared: Prepared) -> str:

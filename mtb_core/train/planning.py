@@ -45,7 +45,7 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
 
 
 def _sinks(config: TrainConfig, registry: Registry) -> tuple[tuple[str, SinkInfo, Any], ...]:
-    out = []
+    out: list[tuple[str, SinkInfo, Any]] = []
     for text in config.sink:
         name, _, rest = text.partition(":")
         info = registry.sink(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,12 +38,14 @@ FLOPS_CONVENTION = "causal"
 class Payload:
     """What the launcher hands to every rank; picklable.
 
-    `folder` is None where no launcher could decide it (several nodes, torchrun); rank 0 then does.
+    `folder` is None where no launcher could decide it (several nodes, torchrun); rank 0 then does. `plugins` are the
+    caller's own run plugins by name, made anew in every trial.
     """
 
     config: TrainConfig
     folder: Path | None
     argv: tuple[str, ...]
+    plugins: Mapping[str, Callable[[], object]] = attrs.field(factory=dict)
 
 
 def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             model=load_model(config, named=registry.models),
             dataset=open_dataset(config, named=registry.datasets),
             eval_dataset=open_dataset(config, "eval_data", named=registry.datasets) if config.eval_data else None,
-            hooks=partial(_make_hooks, planned, registry),
+            hooks=partial(_make_hooks, planned, registry, payload.plugins),
             folder=folder,
             stop=worker.stop,
             progress=worker.progress,
@@ -100,10 +103,11 @@ def _agreed_folder(payload: Payload, planned: Planned, ctx: RankContext) -> Path
     return folder
 
 
-def _make_hooks(planned: Planned, registry: Registry) -> Hooks:
+def _make_hooks(planned: Planned, registry: Registry, own: Mapping[str, Callable[[], object]]) -> Hooks:
     """A trial's own strategy, sinks and run plugins."""
     sinks = {name: load_reference(info.impl)(options) for name, info, options in planned.sinks}
     plugins = {name: load_reference(info.impl)() for name, info in registry.run_plugins.items()}
+    plugins.update({name: make() for name, make in own.items()})
     strategy = load_reference(planned.strategy.impl)()
     return Hooks(strategy, sinks=sinks, plugins=plugins, warn=logging.getLogger("mtb").warning)
 
