@@ -48,7 +48,7 @@ class Agent(SimpleElasticAgent):
     """
 
     def __init__(self, spec: LaunchSpec, signals: LauncherSignals) -> None:
-        self._method = pick_method(spec.start_method)
+        self._method = pick_method(spec.start_method, spec.nproc)
         if spec.max_nodes == 1:
             meeting: Any = OneNode()
         else:
@@ -83,7 +83,7 @@ class Agent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         with self._signals.breaking():
-            super()._exit_barrier()
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         store, first = worker_group.store, worker_group.workers[0]
@@ -130,7 +130,7 @@ class Agent(SimpleElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": str(self._meeting.use_agent_store),
         }
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # noqa: ARG002  (torch's signature)
         self._wait(TICK_S)
         if self._signals.killing:
             self._remaining_restarts = 0
@@ -184,10 +184,10 @@ class Agent(SimpleElasticAgent):
             if self._launch.on_restart is not None and cause is not None:
                 self._launch.on_restart(cause, self.restarts)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002
         self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:  # noqa: ARG002
         """End what is left at once: workers that were to leave in order have done so before."""
         self._end_workers()
         for worker in self._workers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import io
@@ -113,10 +114,8 @@ class Progress:
         """Send `fields` if there is room; writes of up to PIPE_BUF bytes are whole or not at all."""
         line = json.dumps(fields, default=str).encode() + b"\n"
         if len(line) <= select.PIPE_BUF:
-            try:
+            with contextlib.suppress(OSError):  # full, or the launcher is gone: progress is not worth more
                 os.write(self._descriptor, line)
-            except OSError:  # full, or the launcher is gone: progress is not worth more
-                pass
 
 
 def _die_with(launcher: int) -> None:
@@ -134,8 +133,8 @@ def _write_to(log: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # New objects: a forked one may hold a lock or text of another thread of the launcher.
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: PTH123, SIM115
-    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: PTH123, SIM115
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)  # noqa: SIM115
     faulthandler.enable(2)
 
 

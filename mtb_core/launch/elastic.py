@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -131,10 +131,8 @@ class LauncherSignals:
         if self.first is None:
             self.first = name
         self._pending.append(number)
-        try:
+        with suppress(BlockingIOError):  # it is awake
             os.write(self._waker, b"s")
-        except BlockingIOError:  # it is awake
-            pass
         if self._breakable:
             raise SignalException(f"stopped by {name}", sigval=signal.Signals(number))
 

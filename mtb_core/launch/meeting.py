@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def many_nodes(endpoint: str, min_nodes: int, max_nodes: int) -> RendezvousHandler:
-    """torch's c10d rendezvous at `endpoint`, which one of the nodes hosts."""
+    """The c10d rendezvous of torch at `endpoint`, which one of the nodes hosts."""
     host, port = split_endpoint(endpoint)
     address = local_address(host)
     parameters = RendezvousParameters(

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -15,13 +16,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import attrs
-
 from mtb_core.ranks.failures import Failure, exit_failure
 from mtb_core.ranks.signals import STOP_SIGNALS
 
 from .child import Report, Start, flush_c, run_worker
 from .logs import Tail
+from .worker import available_cores, threads_for
 
 #: Time for a worker that has handed over its result to end; afterwards it is ended.
 LEAVE_S = 10.0
@@ -59,9 +59,9 @@ class WorkerProcess:
         self._take_report()
         if self.report is not None and self._reported_at is None:
             self._reported_at = time.monotonic()
-        if self.process.exitcode is None and self._reported_at is not None:
-            if time.monotonic() > self._reported_at + LEAVE_S:
-                self.kill()
+        late = self._reported_at is not None and time.monotonic() > self._reported_at + LEAVE_S
+        if late and not self.exited:
+            self.kill()
 
     def _take_report(self) -> None:
         if self.report is not None or self._report.closed:
@@ -143,10 +143,12 @@ def wait_for_news(workers: Iterable[WorkerProcess], extra: Any, timeout: float) 
     wait([extra, *(w for worker in workers if not worker.exited for w in worker.waitables)], timeout)
 
 
-def pick_method(asked: str) -> str:
+def pick_method(asked: str, nproc: int) -> str:
     """``"fork"`` where that is safe, else ``"spawn"``, unless one of them was asked for.
 
-    Forking is unsafe where other threads may hold locks, or CUDA is in use: its state does not survive a fork.
+    Forking is unsafe where other threads may hold locks, where CUDA is in use (its state does not survive a fork),
+    and where this process has computed with several threads and ranks will too: OpenMP's threads are missing after a
+    fork, and the first large operation would wait for them for ever.
     """
     if asked != "auto":
         return asked
@@ -156,9 +158,16 @@ def pick_method(asked: str) -> str:
         "fork" in multiprocessing.get_all_start_methods()
         and os.uname().sysname == "Linux"
         and threading.active_count() == 1
-        and not torch.cuda.is_initialized()
+        and (threads_for(nproc) == 1 or not _has_computed())
+        and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     )
     return "fork" if safe else "spawn"
+
+
+def _has_computed() -> bool:
+    """Whether this process has more threads than those that importing numpy starts (they do survive a fork)."""
+    blas = available_cores() - 1 if "numpy" in sys.modules else 0
+    return len(os.listdir("/proc/self/task")) > 1 + blas  # noqa: PTH208  (only counted)
 
 
 def _start_quietly(process: BaseProcess) -> None:

@@ -13,7 +13,16 @@ from mtb_core.api.values import World
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.ranks.worker import Worker
 
-__all__ = ["Worker", "alone", "attach", "available_cores", "external_launcher", "limit_threads", "world_of"]
+__all__ = [
+    "Worker",
+    "alone",
+    "attach",
+    "available_cores",
+    "external_launcher",
+    "limit_threads",
+    "threads_for",
+    "world_of",
+]
 
 
 def external_launcher(environment: Mapping[str, str] | None = None) -> Literal["torchrun", "slurm"] | None:
@@ -84,11 +93,16 @@ def alone() -> Iterator[Worker]:
 
 def limit_threads(local_size: int) -> None:
     """Share the cores this process may use among the ranks of the node, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    import torch  # noqa: PLC0415  (torch is imported when it is used)
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch  # noqa: PLC0415  (torch is imported when it is used)
 
-    torch.set_num_threads(max(1, available_cores() // local_size))
+        torch.set_num_threads(threads_for(local_size))
+
+
+def threads_for(local_size: int) -> int:
+    """Threads that each of `local_size` ranks of a node computes with."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(given) if given.isdigit() else max(1, available_cores() // local_size)
 
 
 def available_cores() -> int:

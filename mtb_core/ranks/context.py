@@ -129,7 +129,7 @@ def _meeting_store(worker: Worker) -> Store:
             "port a free one there; set both, or let the launcher choose."
         )
         raise RunFailed(msg, rank=worker.rank) from error
-    return store
+    return store  # type: ignore[no-any-return]
 
 
 def _mesh(device: str, layout: Layout) -> DeviceMesh:

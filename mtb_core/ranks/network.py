@@ -21,6 +21,8 @@ GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 DEFAULT_PORT = 29400
 
+_Address = tuple[socket.AddressFamily, socket.SocketKind, Any]
+
 
 def interfaces() -> list[str]:
     """Names of this machine's network interfaces."""
@@ -144,7 +146,7 @@ def _check_endpoint(host: str, port: int) -> None:
             "Give a name that every node can resolve, or the address of the first node."
         )
         raise ConfigError(msg) from error
-    addresses = [(family, kind, address) for family, kind, _, _, address in found]
+    addresses: list[_Address] = [(family, kind, address) for family, kind, _, _, address in found]
     if port and _taken(addresses) and not _is_store(host, port):
         msg = (
             f"Port {port} of --rdzv-endpoint is in use on this machine by another program. "
@@ -153,7 +155,7 @@ def _check_endpoint(host: str, port: int) -> None:
         raise ConfigError(msg)
 
 
-def _taken(addresses: list[tuple[socket.AddressFamily, socket.SocketKind, Any]]) -> bool:
+def _taken(addresses: list[_Address]) -> bool:
     """Whether one of the addresses is this machine's and already listened to."""
     for family, kind, address in addresses:
         with socket.socket(family, kind) as probe:
