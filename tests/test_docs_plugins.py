@@ -1,0 +1,57 @@
+"""The plugin that docs/plugins.md builds works as the page says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
+_FILE = re.compile(r"^`(mtb_sumall/\S+)`\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SMALL = "--steps 3 --warmup-steps 1 --d-model 16 --n-heads 2 --n-layers 1 --seq-length 16 --global-batch-size 8"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder that holds the page's package, with the metadata that pip would make of its pyproject.toml."""
+    for name, text in _FILE.findall(PAGE.read_text(encoding="utf-8")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    project = tomllib.loads((tmp_path / "mtb_sumall" / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "mtb_sumall-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    points = "".join(f"{name} = {target}\n" for name, target in project["entry-points"]["mtb"].items())
+    (info / "entry_points.txt").write_text(f"[mtb]\n{points}")
+    return tmp_path
+
+
+def mtb(site: Path, *arguments: str) -> str:
+    """Standard output of a command that must succeed."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "MTB_STRICT_PLUGINS": "1"}
+    command = [sys.executable, "-m", "mtb_core", *arguments]
+    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_plugin_of_the_page(site: Path) -> None:
+    """It is shown, trains like `single` on the same global batch, and its observers leave their files."""
+    shown = mtb(site, "plugins", "show", "sumall")
+    assert "flatten (bool, default true)" in shown
+
+    common = [*SMALL.split(), "--quiet", "--json"]
+    alone = json.loads(mtb(site, "train", *common, "--run-dir", "alone", "--sink", "jsonl"))
+    options = ["--strategy", "sumall", "--nproc", "2", "--grad-accum-steps", "2", "--strategy-opt", "flatten=false"]
+    both = json.loads(mtb(site, "train", *common, *options, "--run-dir", "both", "--sink", "slowest"))
+    assert both["world_size"] == 2
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert (site / "both" / "slowest.txt").read_text().startswith("step ")
+    steps, micro_batches = 4, 2
+    for rank in range(2):
+        assert (site / "both" / f"backward_{rank}.txt").read_text() == str(steps * micro_batches)
