@@ -154,9 +154,9 @@ class ConsoleSink:
     The messages are small JSON mappings with an ``event``:
 
     - ``start``: ``first_step``, ``last_step``, ``trial``;
-    - ``step``: ``step``, ``loss`` (null if not finite), ``tokens_per_sec`` (global, since the message before; null
-      for the first step), ``warmup``, ``nonfinite``, ``skipped``; the first step, the last, and what lies between at
-      most ten times a second;
+    - ``step``: ``step``, ``loss`` (null if not finite), ``tokens_per_sec`` (valid tokens of the global batch against
+      this rank's step times, since the message before; null if no time passed), ``warmup``, ``nonfinite``,
+      ``skipped``; the first step, the last, those that are not finite, and of the others at most ten a second;
     - ``eval``: ``step``, ``eval_loss`` (null if not finite);
     - ``finish``: ``exit_reason``.
     """
@@ -166,7 +166,7 @@ class ConsoleSink:
         self._pending: StepRecord | None = None
         self._next = 0.0
         self._busy_ms = 0.0
-        self._tokens: int | None = None
+        self._tokens = 0
 
     @hookimpl
     def mtb_run_started(self, info: RunInfo) -> None:
@@ -184,6 +184,7 @@ class ConsoleSink:
         if self._info is None:
             return
         self._pending = record
+        self._tokens += record.valid_tokens
         self._busy_ms += record.step_time_ms
         due = time.monotonic() >= self._next
         if due or record.nonfinite or record.global_step in (self._info.first_step, self._info.last_step):
@@ -206,22 +207,18 @@ class ConsoleSink:
         info.progress({"event": "finish", "exit_reason": exit_reason})
 
     def _send_step(self, info: RunInfo, record: StepRecord) -> None:
-        rate = None
-        if self._tokens is not None and self._busy_ms > 0.0:
-            rate = (record.tokens_seen - self._tokens) / self._busy_ms * 1e3
         fields: dict[str, Any] = {
             "event": "step",
             "step": record.global_step,
             "loss": _finite(record.loss),
-            "tokens_per_sec": rate,
+            "tokens_per_sec": self._tokens / self._busy_ms * 1e3 if self._busy_ms > 0.0 else None,
             "warmup": record.warmup,
             "nonfinite": record.nonfinite,
             "skipped": record.skipped,
         }
         info.progress(fields)
         self._pending = None
-        self._tokens = record.tokens_seen
-        self._busy_ms = 0.0
+        self._tokens, self._busy_ms = 0, 0.0
         self._next = time.monotonic() + PROGRESS_INTERVAL_S
 
 

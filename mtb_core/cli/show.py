@@ -23,7 +23,6 @@ def print_result(
     *,
     folder: str | os.PathLike[str] | None = None,
     file: str | os.PathLike[str] | None = None,
-    failure: str | None = None,
 ) -> None:
     """Print `result` (the content of ``result.json``) as a table on stdout.
 
@@ -31,7 +30,6 @@ def print_result(
         result: missing keys and nulls are left out, so that an unfinished run's result shows what there is.
         folder: the run's folder.
         file: where ``result.json`` was written.
-        failure: the paragraph that tells why the run failed; printed below the table.
 
     Raises:
         BrokenPipeError: the reader of stdout has gone.
@@ -53,8 +51,6 @@ def print_result(
     with console.capture() as captured:  # written below: rich would leave the program when stdout's reader has gone
         console.print(Text(title_of(values), style="bold"))
         console.print(table)
-        if failure:
-            console.print(Text(failure))
     encoding = sys.stdout.encoding or "utf-8"  # a name that stdout cannot spell is no reason to fail
     sys.stdout.write(captured.get().encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
@@ -145,10 +141,13 @@ def _eval_loss(values: Mapping[str, Any]) -> str:
 
 
 def _gradient_norm(values: Mapping[str, Any]) -> str:
-    clipped = values.get("clipped_steps")
+    clipped, skipped = values.get("clipped_steps"), values.get("skipped_steps")
     highest = _number(values, "grad_norm_max", ".4g")
     return _join(
-        _number(values, "grad_norm", ".4g"), highest and f"at most {highest}", clipped and f"clipped in {clipped} steps"
+        _number(values, "grad_norm", ".4g"),
+        highest and f"at most {highest}",
+        clipped and f"clipped steps: {clipped}",
+        skipped and f"skipped steps: {skipped}",
     )
 
 
@@ -174,13 +173,13 @@ def _memory(values: Mapping[str, Any]) -> str:
 
 
 def _mfu(values: Mapping[str, Any]) -> str:
-    share, flops = values.get("mfu"), values.get("model_flops_per_token")
+    share = values.get("mfu")
     if share is not None:
         convention = values.get("flops_convention")
         return f"{share:.1%}" + (f", FLOPs by the convention '{convention}'" if convention else "")
     if "mfu" not in values:
         return ""
-    return "not known: " + ("the model states no FLOPs" if flops is None else "this device's peak is not known")
+    return f"not known: {values.get('mfu_reason') or 'no reason given'}"
 
 
 def _repeats(values: Mapping[str, Any]) -> str:

@@ -283,7 +283,7 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 
 
 def _discard(stream: IO[str]) -> None:
-    """Point a stream whose reader has gone to nowhere, or Python would fail on what it still holds when it ends."""
+    """Point a stream whose reader has gone to nowhere, or what others write to it later would fail."""
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
