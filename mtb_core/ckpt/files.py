@@ -25,7 +25,7 @@ _RENAME_EXCHANGE = 2
 def write_durably(
     path: Path, parts: Iterable[bytes | memoryview], before_sync: Callable[[], None] = lambda: None
 ) -> tuple[int, str]:
-    """Create `path` with the bytes of `parts`, fsync it, and return their number and digest.
+    """Create `path` with the bytes of `parts` (byte-sized elements), fsync it, and return their number and digest.
 
     `before_sync` is called between the writing and the fsync.
 
@@ -37,7 +37,7 @@ def write_durably(
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             for part in parts:
-                view = memoryview(part).cast("B")
+                view = memoryview(part)
                 size += len(view)
                 for start in range(0, len(view), CHUNK_BYTES):
                     chunk = view[start : start + CHUNK_BYTES]
@@ -77,7 +77,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """fsync a folder, so that the names in it survive a power failure."""
+    """Fsync a folder, so that the names in it survive a power failure."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ class SaverGroup:
         if self.size > 1:
             import torch.distributed as dist  # noqa: PLC0415  (torch is imported when it is used)
 
-            self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+            self._group = dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=timeout_s))
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order."""

@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -48,13 +49,14 @@ class Image:
         """Copy the tensors of the parts, in order, into the image; returns when they may change again."""
         if not tensors:
             return
-        torch._foreach_copy_(list(self.targets), list(tensors), non_blocking=True)  # noqa: SLF001  (no public name)
+        torch._foreach_copy_(list(self.targets), list(tensors), non_blocking=True)
         for device in {t.device for t in tensors if t.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def view(self) -> memoryview:
         """The file's bytes."""
-        return memoryview(self.buffer.numpy())
+        data: memoryview = self.buffer.numpy().data
+        return data
 
 
 def make_image(parts: Sequence[Part], file: str, *, pinned: bool) -> Image:
@@ -79,7 +81,8 @@ def make_image(parts: Sequence[Part], file: str, *, pinned: bool) -> Image:
 
 def metadata_bytes(kinds: Mapping[str, TensorEntry]) -> bytes:
     """Content of ``.metadata``; it names no path outside of the checkpoint."""
-    described, stored = {}, {}
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored = {}
     for key, entry in kinds.items():
         boxes = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.sizes)) for c in entry.chunks]
         properties = TensorProperties(dtype=getattr(torch, entry.dtype))
@@ -102,7 +105,7 @@ class _Template:
     def of(cls, dtype: str, sizes: tuple[int, ...]) -> _Template:
         recorder = _Recorder()
         with torch.serialization.skip_data():
-            torch.save(torch.empty(sizes, dtype=getattr(torch, dtype)), recorder)
+            torch.save(torch.empty(sizes, dtype=getattr(torch, dtype)), recorder)  # type: ignore[arg-type]
         start, _ = recorder.gap or (0, 0)
         return cls(recorder.fragments, start, recorder.at)
 

@@ -16,11 +16,10 @@ from mtb_core.api.values import Piece, RankContext, State
 from . import files
 from .dtypes import carrier
 from .group import SaverGroup
-from .layout import dump_json, rng_name
-from .opened import RNG_BYTES, Opened, open_checkpoint, read_json
+from .layout import dump_json
+from .opened import Opened, open_checkpoint, read_rng
 from .rng import reseed, restore_rng
 from .tensors import TensorFiles
-from .versions import legacy_rng
 
 log = logging.getLogger("mtb.checkpoint")
 
@@ -156,18 +155,6 @@ def _random_state(
     if ctx.rank == 0:
         log.warning("Not a deterministic continuation: %s.", reason)
     return None, [state], reason
-
-
-def read_rng(opened: Opened, rank: int) -> Mapping[str, Any]:
-    """The random state that `rank` saved.
-
-    Raises:
-        DamagedCheckpoint: missing or damaged.
-    """
-    if opened.version == 2:
-        return legacy_rng(opened.path, rank)
-    opened.check_files([rng_name(rank)])
-    return read_json(opened.path, rng_name(rank), RNG_BYTES)
 
 
 def _fill(opened: Opened, state: State) -> None:

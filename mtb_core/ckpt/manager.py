@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from mtb_core.api.errors import MtbError, RunFailed
 from mtb_core.api.values import RankContext, State
@@ -72,7 +72,7 @@ class CheckpointManager:
         self._in_flight: _Flight | None = None
         self._deterministic: tuple[bool, str | None] = (True, None)
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -4,13 +4,15 @@
 stands for a small class that only holds what it was given, every other name is refused. Needs no torch.
 """
 
+# ruff: noqa: TRY004  (a wrong type in a file is a wrong value)
+
 from __future__ import annotations
 
 import io
 import math
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -92,7 +94,7 @@ class _StorageInfo(_Inert): ...
 class _Size(tuple):  # type: ignore[type-arg]
     __slots__ = ()
 
-    def __new__(cls, values: Any = ()) -> _Size:
+    def __new__(cls, values: Any = ()) -> Self:
         return super().__new__(cls, values)
 
 

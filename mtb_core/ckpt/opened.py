@@ -22,7 +22,7 @@ from .layout import (
     rng_name,
     shard_name,
 )
-from .manifest import Manifest, read_manifest
+from .manifest import FORMAT_VERSION, Manifest, read_manifest
 from .metadata import TensorEntry, parse_metadata
 from .tensors import TensorFiles
 
@@ -103,6 +103,20 @@ def open_checkpoint(path: Path) -> Opened:
             path, METADATA, f"it refers to files that the manifest does not list: {sorted(strange)}"
         )
     return attrs.evolve(opened, sections=sections, entries=entries)
+
+
+def read_rng(opened: Opened, rank: int) -> Mapping[str, Any]:
+    """The random state that `rank` saved.
+
+    Raises:
+        DamagedCheckpoint: missing, damaged, or of format 1, which has none.
+    """
+    if opened.version < FORMAT_VERSION:
+        from .versions import legacy_rng  # noqa: PLC0415  (builds on this module)
+
+        return legacy_rng(opened.path, rank)
+    opened.check_files([rng_name(rank)])
+    return read_json(opened.path, rng_name(rank), RNG_BYTES)
 
 
 def required_files(world_size: int) -> list[str]:

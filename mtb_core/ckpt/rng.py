@@ -66,7 +66,7 @@ def restore_rng(state: Mapping[str, Any], device: str = "cpu") -> None:
             tuple(int(word) for word in words),
             None if gauss is None else float.fromhex(gauss),
         )
-        np.random.RandomState().set_state((*for_numpy, numpy_gauss))  # noqa: NPY002  (tried on throw-away generators)
+        np.random.RandomState().set_state((*for_numpy, numpy_gauss))
         random.Random().setstate(for_python)  # noqa: S311
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunFailed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class Saver:
             digests = {key: files.digest_bytes(dump_json(value)) for key, value in values.items()}
             if self._ctx.rank == 0:
                 workspace = Workspace.create(self._folder, request.step)
-            return workspace and workspace.path.name, changed, digests
+            return None if workspace is None else workspace.path.name, changed, digests
 
         what = f"The checkpoint of step {request.step} was not saved"
         try:
@@ -206,7 +206,7 @@ class Saver:
                 if size != entry.size:
                     raise RunFailed(f"{name} has {size} bytes, but rank {rank} wrote {entry.size}")
                 listed[name] = entry
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         values = {**snapshot.meta, "sequence": publish.next_sequence(self._folder), "created_at": now}
         readme = readme_text(values).encode()
         listed[README] = FileEntry(*files.write_durably(snapshot.workspace.path / README, [readme]))

@@ -5,6 +5,8 @@ against ``.metadata`` before anything is allocated, its pickle goes through an u
 elements are read straight from their place in the file.
 """
 
+# ruff: noqa: TRY004  (a wrong type in a file is a wrong value)
+
 from __future__ import annotations
 
 import io
@@ -15,12 +17,12 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from . import files
-from .dtypes import STORAGES, carrier, item_bytes
+from .dtypes import CARRIERS, STORAGES, carrier, item_bytes
 from .layout import DamagedCheckpoint
 from .metadata import Chunk, TensorEntry
 
@@ -42,7 +44,7 @@ class TensorFiles:
         self._open: dict[str, int] = {}
         self._places: dict[tuple[str, int], int] = {}
 
-    def __enter__(self) -> TensorFiles:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,7 +64,7 @@ class TensorFiles:
             high = tuple(min(a + s, b + t) for a, s, b, t in zip(offset, sizes, chunk.offset, chunk.sizes, strict=True))
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            box = (slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+            box: tuple[Any, ...] = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
             target = out[(..., *box)]  # the ellipsis keeps a view also where there are no dimensions
             inside = tuple(a - o for a, o in zip(low, chunk.offset, strict=True))
             self._read_chunk(key, entry.dtype, chunk, inside, target)
@@ -95,10 +97,10 @@ class TensorFiles:
         first = sum(i * s for i, s in zip(inside, strides, strict=True))
         count = sum((n - 1) * s for n, s in zip(target.shape, strides, strict=True)) + 1
         if target.flags.c_contiguous and count == target.size:
-            self._fill(chunk.file, place + first * size, memoryview(target.reshape(-1)).cast("B"))
+            self._fill(chunk.file, place + first * size, target.reshape(-1).view(np.uint8).data)
             return
         run = np.empty(count, carrier(dtype))
-        self._fill(chunk.file, place + first * size, memoryview(run).cast("B"))
+        self._fill(chunk.file, place + first * size, run.view(np.uint8).data)
         byte_strides = [s * size for s in strides]
         target[...] = np.lib.stride_tricks.as_strided(run, target.shape, byte_strides, writeable=False)
 
@@ -161,7 +163,7 @@ def locate(file: io.RawIOBase, dtype: str, sizes: tuple[int, ...]) -> int:
     """
     count = math.prod(sizes)
     try:
-        with zipfile.ZipFile(file) as archive:  # type: ignore[type-var]
+        with zipfile.ZipFile(file) as archive:
             members = {name.partition("/")[2]: info for info in archive.infolist() if (name := info.filename)}
             info, description = members.get("data/0"), members.get("data.pkl")
             order = members.get("byteorder")
@@ -226,8 +228,6 @@ class _TensorUnpickler(pickle.Unpickler):
             return STORAGES.get(name)
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return "untyped"
-        from .dtypes import CARRIERS  # noqa: PLC0415
-
         if module == "torch" and name in CARRIERS:
             return name
         raise ValueError(f"it asks for {module}.{name}, which has no place in a tensor")

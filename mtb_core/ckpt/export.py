@@ -1,0 +1,125 @@
+"""Weights of a checkpoint as safetensors, for plain PyTorch and everybody else; torch-free, streaming.
+
+The format: eight bytes little-endian length of a JSON header, the header (name to dtype, shape, data_offsets), then
+the elements row by row. https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtb_core.api.errors import ConfigError
+
+from .dtypes import safetensors_name
+from .layout import TEMPORARY
+from .metadata import TensorEntry
+from .opened import Opened
+from .tensors import TensorFiles
+
+_PREFIX = "model/"
+
+
+def export_safetensors(opened: Opened, output: Path, most_bytes: int | None = None) -> list[Path]:
+    """Write the weights (and persistent buffers) of a checkpoint under their plain names.
+
+    Args:
+        opened: the checkpoint; the digests of its files are checked first.
+        output: a file ``….safetensors``; or, with `most_bytes`, a folder for files of at most that many bytes of
+            tensors (a larger tensor gets a file of its own) and their index.
+
+    Returns:
+        The files written, each complete or not there at all.
+
+    Raises:
+        ConfigError: the output exists, or a weight has a dtype that the format does not know.
+        DamagedCheckpoint: the checkpoint is not what was published.
+    """
+    names = sorted(key for key in opened.entries if key.startswith(_PREFIX))
+    for key in names:
+        try:
+            safetensors_name(opened.entries[key].dtype)
+        except KeyError:
+            msg = f"{key} is {opened.entries[key].dtype}, which the safetensors format does not know; it cannot be exported."
+            raise ConfigError(msg) from None
+    if output.exists() and (most_bytes is None or not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists; name a new {'file' if most_bytes is None else 'folder'}.")
+    if opened.manifest is not None:
+        opened.check_files(sorted(opened.manifest.files))
+    with opened.tensors() as stored:
+        stored.check_all()
+        if most_bytes is None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            _write(stored, names, output)
+            return [output]
+        return _write_sharded(stored, names, output, most_bytes)
+
+
+def _write_sharded(stored: TensorFiles, names: Sequence[str], folder: Path, most_bytes: int) -> list[Path]:
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for key in names:
+        size = stored.entries[key].nbytes
+        if groups[-1] and filled + size > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(key)
+        filled += size
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    where: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        path = folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        _write(stored, group, path)
+        written.append(path)
+        where |= {key.removeprefix(_PREFIX): path.name for key in group}
+    total = sum(stored.entries[key].nbytes for key in names)
+    index = folder / "model.safetensors.index.json"
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+    _replace(index, lambda file: file.write(text.encode()))
+    return [*written, index]
+
+
+def _write(stored: TensorFiles, names: Sequence[str], path: Path) -> None:
+    header = _header({key: stored.entries[key] for key in names})
+
+    def body(file: Any) -> None:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for key in names:
+            for _, block in stored.blocks(key):
+                file.write(block.data)
+
+    _replace(path, body)
+
+
+def _header(entries: Mapping[str, TensorEntry]) -> bytes:
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for key, entry in entries.items():
+        end = at + entry.nbytes
+        described[key.removeprefix(_PREFIX)] = {
+            "dtype": safetensors_name(entry.dtype),
+            "shape": list(entry.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)  # so that the elements start at a multiple of eight
+
+
+def _replace(path: Path, body: Any) -> None:
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            body(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
