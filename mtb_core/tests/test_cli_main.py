@@ -200,6 +200,10 @@ def test_a_broken_plugin_from_the_outside(install, strategy_body, tmp_path):
     assert warning not in without.stderr
     assert "switched off by --no-plugin" in without.stderr
 
+    trained = mtb("train", "--steps", "1", "--d-model", "16", "--n-layers", "1", "--quiet", path=site, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stderr.count(warning) == 1
+
     strict = mtb("plugins", "list", path=site, env={"MTB_STRICT_PLUGINS": "1"})
     assert strict.returncode == 2
     assert "broken" in strict.stdout
