@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -35,16 +34,14 @@ def clip(shards: Sequence[Shards], norm: float, limit: float) -> None:
             torch._foreach_mul_(part.tensors, limit / (norm + 1e-6))
 
 
-def describe_nonfinite(loss: float, prepared: Prepared) -> str:
-    """What is not finite on this rank: its loss, or the first parameters whose gradient is not; empty if all is."""
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    names = []
-    for name, parameter in prepared.core.named_parameters():
-        gradient = parameter.grad
-        if gradient is not None and not bool(torch.isfinite(_local(gradient)).all()):
-            names.append(name)
-    return f"the loss is {loss:.6g} but the gradient of {_some(names)} is not finite" if names else ""
+def nonfinite_gradients(prepared: Prepared) -> str:
+    """Names of parameters whose gradient, as this rank holds it, is not finite; empty if there is none."""
+    names = [
+        name
+        for name, parameter in prepared.core.named_parameters()
+        if parameter.grad is not None and not bool(torch.isfinite(_local(parameter.grad)).all())
+    ]
+    return _some(names) if names else ""
 
 
 class GradientCheck:

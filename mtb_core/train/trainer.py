@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 
 import attrs
@@ -25,7 +25,7 @@ from mtb_core.ranks.agree import gather_objects
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.registry.run_hooks import Hooks
 
-from .gradients import GradientCheck, clip, describe_nonfinite, squared_norm
+from .gradients import GradientCheck, clip, nonfinite_gradients, squared_norm
 from .schedule import LearningRate
 
 
@@ -124,7 +124,7 @@ class Trainer:
         batch, valid, progress = self._batch, self._valid, self.progress
         number = progress.global_step + 1
         rate = self._rate.set(progress.global_step)
-        local_loss = self._forward_backward(batch, valid)
+        local_loss = self._forward_backward(batch, valid, self._micros)
         shards = self.hooks.gradients(self.prepared)
         self._check(number)
         norm_squared = squared_norm(shards, self._device)
@@ -140,7 +140,7 @@ class Trainer:
         loss = agreed.loss_sum / max(valid, 1.0)
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
-            self._nonfinite(number, local_loss)
+            self._nonfinite(number, local_loss, batch, valid)
         limit = self.job.config.max_grad_norm
         clipped = bool(limit) and norm > limit
         if clipped:
@@ -202,13 +202,13 @@ class Trainer:
         self.hooks.evaluated(self.progress.global_step, loss, int(samples))
         return loss, int(samples)
 
-    def _forward_backward(self, batch: StepBatch, valid: float) -> torch.Tensor:
-        """All micro-batches of a step. Returns this rank's summed loss, detached, on the device."""
+    def _forward_backward(self, batch: StepBatch, valid: float, micros: Sequence[MicroBatch]) -> torch.Tensor:
+        """The micro-batches of a step. Returns this rank's summed loss, detached, on the device."""
         hooks, prepared, loss_of = self.hooks, self.prepared, self._loss
         share = 1.0 / max(valid, 1.0)
         total: torch.Tensor | None = None
         for micro, inputs, targets, count in zip(
-            self._micros, batch.inputs, batch.targets, batch.valid_by_micro_batch, strict=True
+            micros, batch.inputs, batch.targets, batch.valid_by_micro_batch, strict=True
         ):
             with hooks.micro_batch(prepared, micro):
                 loss = loss_of(prepared.module, inputs, targets, count)
@@ -239,22 +239,40 @@ class Trainer:
         if self.job.ctx.world_size > 1:
             dist.all_reduce(vector)
 
-    def _nonfinite(self, step: int, local_loss: torch.Tensor) -> None:
+    def _nonfinite(self, step: int, local_loss: torch.Tensor, batch: StepBatch, valid: float) -> None:
         """All ranks are here. Raise on all of them, naming rank and step, or return where updates are skipped."""
         if self.job.config.on_nonfinite == "skip":
             return
-        own = describe_nonfinite(float(local_loss), self.prepared)
-        rank, what = next(
-            ((rank, text) for rank, text in enumerate(gather_objects(self.job.ctx, own)) if text),
-            (0, "the gradient norm is not finite"),
-        )
+        losses = gather_objects(self.job.ctx, float(local_loss))
+        rank = next((r for r, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if rank is not None:
+            where = f"on rank {rank}: the loss is {losses[rank]}"
+        else:
+            rank, where = self._blame_gradient(batch, valid)
         self.hooks.optimizer_step(self.prepared, apply=False)
         message = (
-            f"Non-finite values at step {step} on rank {rank}: {what}. All ranks stopped before the optimizer step, so "
-            "the weights are those of the step before. Lower --learning-rate, set --max-grad-norm, use --precision "
-            "fp32, or pass --on-nonfinite skip to leave such updates out."
+            f"Non-finite values at step {step} {where}. All ranks stopped before the optimizer step, so the weights are "
+            "those of the step before. Lower --learning-rate, set --max-grad-norm, use --precision fp32, or pass "
+            "--on-nonfinite skip to leave such updates out."
         )
         raise NonFinite(message, rank=rank, step=step, agreed=True)
+
+    def _blame_gradient(self, batch: StepBatch, valid: float) -> tuple[int | None, str]:
+        """Which rank's gradient is not finite, where every loss is.
+
+        After synchronisation all ranks hold the same non-finite sum. So the step's forward and backward are done once
+        more without synchronisation, where the strategy can do that, to see each rank's own.
+        """
+        reduced = nonfinite_gradients(self.prepared)
+        if "last" in self.job.plan.sync_modes:
+            self.hooks.optimizer_step(self.prepared, apply=False)
+            self._forward_backward(batch, valid, [attrs.evolve(m, sync=False) for m in self._micros])
+            own = gather_objects(self.job.ctx, nonfinite_gradients(self.prepared))
+            for rank, names in enumerate(own):
+                if names:
+                    return rank, f"on rank {rank}: every loss is finite, but its gradient of {names} is not"
+        what = f"the gradient of {reduced}, as summed over ranks," if reduced else "the gradient norm"
+        return None, f"on all ranks: every loss is finite, but {what} is not"
 
 
 def _nothing_to_wait_for() -> None:
