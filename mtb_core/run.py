@@ -19,7 +19,7 @@ from mtb_core.measure.environment import environment, provenance
 from mtb_core.measure.result import Result
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.network import check_network
-from mtb_core.registry.discovery import Registry, discover
+from mtb_core.registry.discovery import discover
 from mtb_core.train.planning import Planned, check_output, make_run_folder, plan_run
 from mtb_core.train.worker_main import Payload, base_fields, failure_fields, rank_main
 
@@ -49,14 +49,14 @@ def run(
     check_network(config)
     several_nodes = config.max_nodes > 1
     folder = None if external or several_nodes else make_run_folder(planned)
-    payload = Payload(config, folder, tuple(sys.argv), dict(plugins or {}))
+    payload = Payload(config, folder, tuple(sys.argv), dict(plugins or {}), planned)
     with Display(quiet=quiet) as display:
         if external:
-            result = _run_here(payload, planned, registry, display, external=True)
+            result = _run_here(payload, planned, display, external=True)
         elif world.size == 1 and not several_nodes and not config.max_restarts:
-            result = _run_here(payload, planned, registry, display, external=False)
+            result = _run_here(payload, planned, display, external=False)
         else:
-            result = _launch(payload, planned, registry, display)
+            result = _launch(payload, planned, display)
     if config.output is not None and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
@@ -73,7 +73,7 @@ def _external_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def _run_here(payload: Payload, planned: Planned, registry: Registry, display: Display, *, external: bool) -> Result:
+def _run_here(payload: Payload, planned: Planned, display: Display, *, external: bool) -> Result:
     """This process is a rank."""
     with ExitStack() as stack:
         worker: Worker = stack.enter_context(attach() if external else alone())
@@ -84,10 +84,10 @@ def _run_here(payload: Payload, planned: Planned, registry: Registry, display: D
         except Exception as error:
             if external or payload.config.debug:
                 raise
-            return _failed(payload, planned, registry, failure_of(error, worker.rank), "failed", 0)
+            return _failed(payload, planned, failure_of(error, worker.rank), "failed", 0)
 
 
-def _launch(payload: Payload, planned: Planned, registry: Registry, display: Display) -> Result:
+def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
     """Start ranks through torch's elastic agent and wait for them."""
     from mtb_core.launch.elastic import LaunchSpec, launch  # noqa: PLC0415  (imports torch)
 
@@ -110,13 +110,12 @@ def _launch(payload: Payload, planned: Planned, registry: Registry, display: Dis
     )
     if outcome.values:
         return Result.from_json(next(iter(outcome.values.values())))
-    return _failed(payload, planned, registry, outcome.failure, outcome.exit_reason, outcome.restarts)
+    return _failed(payload, planned, outcome.failure, outcome.exit_reason, outcome.restarts)
 
 
 def _failed(
     payload: Payload,
     planned: Planned,
-    registry: Registry,
     failure: Failure | None,
     exit_reason: str,
     restarts: int,
@@ -133,7 +132,7 @@ def _failed(
         tokens_seen=last.get("tokens_seen", 0),
         runtime={"resumed": False, "restarts": restarts, "seed": payload.config.seed},
         environment=environment(),
-        plugins=[{"name": name, "version": version} for name, version in registry.plugins_in_use()],
+        plugins=[{"name": name, "version": version} for name, version in planned.registry.plugins_in_use()],
         provenance=provenance(payload.argv),
         performance_invalid_reasons=[f"the run ended early: {exit_reason}"],
     )

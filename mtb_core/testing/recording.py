@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -48,13 +47,13 @@ class Recorder:
         self._record = RankRecord(-1)
 
     @hookimpl(wrapper=True)
-    def mtb_prepare(self, job: Job) -> Iterator[None]:
+    def mtb_prepare(self, job: Job) -> Generator[None, Prepared, Prepared]:
         """Keep the initial weights."""
-        prepared: Prepared = yield
+        prepared = yield
         ctx: RankContext = job.ctx
         self._record.rank = ctx.rank
         self._record.initial = _weights(prepared)
-        return prepared  # type: ignore[return-value]
+        return prepared
 
     @hookimpl
     def mtb_step_recorded(self, record: StepRecord) -> None:
@@ -62,13 +61,12 @@ class Recorder:
         self._record.records.append(record)
 
     @hookimpl(wrapper=True)
-    def mtb_close(self, prepared: Prepared) -> Iterator[None]:
+    def mtb_close(self, prepared: Prepared) -> Generator[None, None, None]:
         """Keep the final weights and write everything down."""
         self._record.final = _weights(prepared)
         path = self._folder / f"{self._record.rank}.pickle"
         path.write_bytes(pickle.dumps(self._record))
-        result: Any = yield
-        return result  # type: ignore[no-any-return]
+        yield
 
 
 def _weights(prepared: Prepared) -> dict[str, torch.Tensor]:

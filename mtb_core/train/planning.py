@@ -14,6 +14,7 @@ from mtb_core.api.errors import ConfigError
 from mtb_core.api.options import parse_options
 from mtb_core.api.values import World
 from mtb_core.config import ResolvedRun, TrainConfig, resolve, write_toml
+from mtb_core.data import Dataset
 from mtb_core.data.source import open_dataset
 from mtb_core.model.spec import check_model
 from mtb_core.registry.discovery import Registry
@@ -24,8 +25,11 @@ class Planned:
     """A run that may start. `sinks` holds (name, description, parsed options), in order."""
 
     resolved: ResolvedRun
+    registry: Registry
     strategy: StrategyInfo
     sinks: tuple[tuple[str, SinkInfo, Any], ...]
+    dataset: Dataset
+    eval_dataset: Dataset | None
 
 
 def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
@@ -38,10 +42,13 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
     sinks = _sinks(config, registry)
     check_model(config.model, named=registry.models)
     dataset = open_dataset(config, named=registry.datasets)
-    if config.eval_data is not None:
-        open_dataset(config, "eval_data", named=registry.datasets)
+    eval_dataset = None if config.eval_data is None else open_dataset(config, "eval_data", named=registry.datasets)
+    if eval_dataset is not None and eval_dataset.size is None and not config.eval_batches:
+        raise ConfigError(
+            f"--eval-data {config.eval_data} has no end; set --eval-batches to say how much of it to use."
+        )
     resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size)
-    return Planned(resolved, strategy, sinks)
+    return Planned(resolved, registry, strategy, sinks, dataset, eval_dataset)
 
 
 def _sinks(config: TrainConfig, registry: Registry) -> tuple[tuple[str, SinkInfo, Any], ...]:

@@ -14,7 +14,6 @@ import attrs
 from mtb_core.api.descriptions import load_reference
 from mtb_core.api.values import ModelSpec, RankContext
 from mtb_core.config import TrainConfig, config_values, fingerprint
-from mtb_core.data.source import open_dataset
 from mtb_core.launch.worker import Worker
 from mtb_core.measure.environment import environment, provenance, redact
 from mtb_core.measure.flops import device_peak_flops, mfu
@@ -38,14 +37,21 @@ FLOPS_CONVENTION = "causal"
 class Payload:
     """What the launcher hands to every rank; picklable.
 
-    `folder` is None where no launcher could decide it (several nodes, torchrun); rank 0 then does. `plugins` are the
-    caller's own run plugins by name, made anew in every trial.
+    Attributes:
+        folder: None where no launcher could decide it (several nodes, torchrun); rank 0 then does.
+        plugins: the caller's own run plugins by name, made anew in every trial.
+        planned: what the launcher has worked out and opened already. Forked ranks share it; it is not pickled, so
+            spawned ranks work it out themselves.
     """
 
     config: TrainConfig
     folder: Path | None
     argv: tuple[str, ...]
     plugins: Mapping[str, Callable[[], object]] = attrs.field(factory=dict)
+    planned: Planned | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Payload, (self.config, self.folder, self.argv, self.plugins)
 
 
 def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
@@ -54,8 +60,10 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
     Raises:
         BaseException: whatever failed without the ranks having agreed on it.
     """
-    registry = discover(disabled=payload.config.no_plugin)
-    planned = plan_run(payload.config, registry, worker.world)
+    planned = payload.planned
+    if planned is None or planned.resolved.world != worker.world:
+        planned = plan_run(payload.config, discover(disabled=payload.config.no_plugin), worker.world)
+    registry = planned.registry
     config = planned.resolved.config
     with open_ranks(worker, planned.resolved.plan, device=config.device, backend=config.backend) as ctx:
         same_on_all(ctx, "the plugins they loaded", registry.plugins_in_use())
@@ -65,9 +73,9 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             resolved=planned.resolved,
             ctx=ctx,
             model=load_model(config, named=registry.models),
-            dataset=open_dataset(config, named=registry.datasets),
-            eval_dataset=open_dataset(config, "eval_data", named=registry.datasets) if config.eval_data else None,
-            hooks=partial(_make_hooks, planned, registry, payload.plugins),
+            dataset=planned.dataset,
+            eval_dataset=planned.eval_dataset,
+            hooks=partial(_make_hooks, planned, payload.plugins),
             folder=folder,
             stop=worker.stop,
             progress=worker.progress,
@@ -103,10 +111,10 @@ def _agreed_folder(payload: Payload, planned: Planned, ctx: RankContext) -> Path
     return folder
 
 
-def _make_hooks(planned: Planned, registry: Registry, own: Mapping[str, Callable[[], object]]) -> Hooks:
+def _make_hooks(planned: Planned, own: Mapping[str, Callable[[], object]]) -> Hooks:
     """A trial's own strategy, sinks and run plugins."""
     sinks = {name: load_reference(info.impl)(options) for name, info, options in planned.sinks}
-    plugins = {name: load_reference(info.impl)() for name, info in registry.run_plugins.items()}
+    plugins = {name: load_reference(info.impl)() for name, info in planned.registry.run_plugins.items()}
     plugins.update({name: make() for name, make in own.items()})
     strategy = load_reference(planned.strategy.impl)()
     return Hooks(strategy, sinks=sinks, plugins=plugins, warn=logging.getLogger("mtb").warning)
