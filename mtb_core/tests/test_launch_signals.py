@@ -1,0 +1,103 @@
+import os
+import signal
+import time
+
+import pytest
+
+from mtb_core.tests.launching import Launcher, for_ever, gone, mark, run_ranks, until_stopped, wait_until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "stopped"), (signal.SIGUSR1, "stopped"), (signal.SIGINT, "interrupted")]
+)
+def test_stop_signals_are_passed_on(tmp_path, number, reason):
+    """A stop signal at the launcher reaches every rank, which leaves by itself, and the outcome says why."""
+    with Launcher(until_stopped, tmp_path) as launcher:
+        workers = launcher.workers()
+        os.kill(launcher.process.pid, number)
+        out = launcher.outcome()
+    name = signal.Signals(number).name
+    assert (out.exit_reason, out.values, out.failure) == (reason, {0: name, 1: name}, None)
+    assert all(gone(pid) for pid in workers)
+
+
+def test_ctrl_c_at_the_terminal_comes_once(tmp_path):
+    """SIGINT to the launcher's process group reaches ranks through the launcher only: they have their own groups."""
+    with Launcher(until_stopped, tmp_path) as launcher:
+        workers = launcher.workers()
+        assert len({os.getpgid(pid) for pid in [launcher.process.pid, *workers]}) == 3
+        os.killpg(launcher.process.pid, signal.SIGINT)
+        assert launcher.outcome().exit_reason == "interrupted"
+
+
+def test_repeated_sigterm_changes_nothing(tmp_path):
+    """SIGTERM again and again is the same request."""
+    with Launcher(until_stopped, tmp_path) as launcher:
+        launcher.workers()
+        for _ in range(3):
+            os.kill(launcher.process.pid, signal.SIGTERM)
+        out = launcher.outcome()
+    assert (out.exit_reason, out.values) == ("stopped", {0: "SIGTERM", 1: "SIGTERM"})
+
+
+def interrupted_for_ever(folder, worker):
+    mark(folder / f"ready{worker.rank}", os.getpid())
+    while worker.stop.requested is None:
+        time.sleep(0.005)
+    mark(folder / f"asked{worker.rank}")
+    while True:
+        time.sleep(0.05)
+
+
+def test_second_ctrl_c_ends_at_once(tmp_path):
+    """A second Ctrl-C kills ranks that do not leave."""
+    with Launcher(interrupted_for_ever, tmp_path) as launcher:
+        workers = launcher.workers()
+        os.kill(launcher.process.pid, signal.SIGINT)
+        wait_until(lambda: all((tmp_path / f"asked{r}").exists() for r in range(2)))
+        os.kill(launcher.process.pid, signal.SIGINT)
+        out = launcher.outcome()
+    assert (out.exit_reason, out.values, out.failure) == ("interrupted", {}, None)
+    assert all(gone(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_no_rank_survives_the_launcher(tmp_path, number):
+    """When the launcher is killed, by whatever signal, the system ends its ranks."""
+    with Launcher(for_ever, tmp_path) as launcher:
+        workers = launcher.workers()
+        os.kill(launcher.process.pid, number)
+        launcher.process.join()
+        wait_until(lambda: all(gone(pid) for pid in workers))
+
+
+def test_signal_to_one_rank(tmp_path):
+    """A stop signal at a single rank is in the outcome too, although the launcher got none."""
+    with Launcher(until_stopped, tmp_path) as launcher:
+        for pid in launcher.workers():
+            os.kill(pid, signal.SIGUSR1)
+        out = launcher.outcome()
+    assert out.exit_reason == "stopped"
+
+
+def fails_when_stopped(folder, worker):
+    until_stopped(folder, worker)
+    raise ValueError("while stopping")
+
+
+def test_no_restart_after_a_stop(tmp_path):
+    """A failure while stopping is reported and does not start ranks again."""
+    with Launcher(fails_when_stopped, tmp_path, max_restarts=3) as launcher:
+        launcher.workers()
+        os.kill(launcher.process.pid, signal.SIGTERM)
+        out = launcher.outcome()
+    assert (out.exit_reason, out.failure.message, out.restarts) == ("failed", "while stopping", 0)
+
+
+def test_handlers_come_back(tmp_path):
+    """After a launch this process has the handlers that it had before."""
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    run_ranks(lambda _p, _w: None, tmp_path)
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
