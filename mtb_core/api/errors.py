@@ -42,9 +42,7 @@ class RunFailed(MtbError):
     same point, so the ranks can still leave together.
     """
 
-    def __init__(
-        self, message: str, *, rank: int | None = None, step: int | None = None, agreed: bool = False
-    ) -> None:
+    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None, agreed: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
         self.step = step

@@ -11,9 +11,10 @@ A hook is append-only within one `PLUGIN_API` number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -152,6 +153,33 @@ class ObserverSpecs:
     @hookspec
     def mtb_evaluated(self, global_step: int, loss: float, samples: int) -> None:
         """An evaluation has ended: mean `loss` over the valid tokens of `samples` samples, each seen once."""
+
+    @hookspec
+    def mtb_checkpoint_published(self, path: Path, step: int) -> None:
+        """The checkpoint of `step` is complete and durable at `path`.
+
+        Called on each rank when that rank has learnt it: at a step boundary, or at the end. By then later steps may
+        have been taken.
+        """
+
+    @hookspec
+    def mtb_fault_point(self, name: str) -> None:
+        """Saving has reached the point `name` (see `mtb_core.ckpt.publish`); for fault drills.
+
+        Called on the rank that is there, perhaps in the saver's thread. An exception fails the save, also one of a
+        sink's.
+        """
+
+    @hookspec
+    def mtb_plugin_state(self) -> Mapping[str, Any] | None:
+        """What this sink or run plugin wants saved in a checkpoint: JSON values, equal on all ranks; None: nothing.
+
+        Called once a save.
+        """
+
+    @hookspec
+    def mtb_plugin_state_loaded(self, state: Mapping[str, Any]) -> None:
+        """The run resumes; `state` is what this plugin, under the same name, had saved. Before `mtb_run_started`."""
 
     @hookspec
     def mtb_run_finished(self, exit_reason: str) -> None:

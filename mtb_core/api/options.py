@@ -12,6 +12,7 @@ and validated before any rank starts::
 from __future__ import annotations
 
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -91,7 +92,7 @@ def parse_options(cls: type, given: Mapping[str, Any], *, owner: str) -> Any:
 
 def _type_name(hint: Any) -> str:
     parts = [a for a in typing.get_args(hint) if a is not type(None)]
-    return parts[0].__name__ if parts else hint.__name__
+    return str((parts[0] if parts else hint).__name__)
 
 
 def _convert(raw: Any, hint: Any, metadata: Mapping[str, Any], what: str) -> Any:
@@ -127,7 +128,7 @@ def _scalar(raw: Any, kind: type, what: str) -> Any:
         value = kind(raw)
     except ValueError:
         raise ConfigError(wrong + _KINDS[kind]) from None
-    if value != value or (isinstance(raw, float) and value != raw):
+    if math.isnan(value) or (isinstance(raw, float) and value != raw):
         raise ConfigError(wrong + _KINDS[kind])
     return value
 

@@ -34,7 +34,7 @@ class StepRecord:
         optimizer_step_ms: clipping, optimizer, clearing of gradients.
         step_time_ms: from asking for the batch to the end of the optimizer's work; saving, evaluation and reporting
             are outside.
-        checkpoint_time_ms: how long training paused for a checkpoint after this step.
+        checkpoint_time_ms: how long training paused for a checkpoint since the step before.
         memory_mib: peak so far, see `memory_kind` of the result.
         warmup: the step belongs to the benchmark's warm-up and is not in the averages.
         time: UTC, ISO 8601; for people, never for durations.

@@ -49,6 +49,7 @@ def mtb_commands() -> Sequence[CommandInfo]:
     start, look = "Training", "Set-up and inspection"
     return [
         CommandInfo("train", "Train a model and measure it.", "mtb_core.cli.train:train", start),
+        CommandInfo("checkpoint", "List, show, verify, prune, export.", "mtb_core.cli.checkpoint:checkpoint", start),
         CommandInfo("data", "Prepare and show token files.", "mtb_core.cli.data:data", start),
         CommandInfo("init", "Write a commented starter configuration.", "mtb_core.cli.init:init", look),
         CommandInfo("plugins", "Show installed plugins and what they provide.", "mtb_core.cli.plugins:plugins", look),

@@ -58,7 +58,9 @@ def resolve(config: TrainConfig, strategy: Any, world: World, *, vocab_size: int
         )
         raise ConfigError(msg)
     batch, total, accumulation = _batch(config, plan.layout.data_size)
-    warmup = DEFAULT_WARMUP_STEPS if config.warmup_steps is None else config.warmup_steps
+    warmup = config.warmup_steps
+    if warmup is None:
+        warmup = DEFAULT_WARMUP_STEPS if config.resume is None else 0
     steps = config.steps
     if steps is None and config.until_step is None:
         steps = DEFAULT_STEPS
@@ -102,7 +104,9 @@ def _batch(config: TrainConfig, data_size: int) -> tuple[int, int, int]:
         return batch, batch * accumulation * data_size, accumulation
     if batch is None:
         accumulation = 1 if accumulation is None else accumulation
-        _divides(total, accumulation * data_size, f"--grad-accum-steps {accumulation} x {data_size} data-parallel ranks")
+        _divides(
+            total, accumulation * data_size, f"--grad-accum-steps {accumulation} x {data_size} data-parallel ranks"
+        )
         return total // (accumulation * data_size), total, accumulation
     derived, rest = divmod(total, batch * data_size)
     if rest or not derived:

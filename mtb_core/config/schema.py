@@ -26,6 +26,7 @@ GROUPS = (
     "Model",
     "Data",
     "Optimizer and schedule",
+    "Checkpoints",
     "Output",
     "Plugins",
 )
@@ -56,16 +57,23 @@ def setting(default: Any, group: str, help: str, **kwargs: Any) -> Any:
     return attrs.field(default=default, metadata=meta)
 
 
-RANKS, LENGTH, BATCH, NUMERICS, MODEL, DATA, OPTIM, OUTPUT, PLUGINS = GROUPS
+RANKS, LENGTH, BATCH, NUMERICS, MODEL, DATA, OPTIM, CHECKPOINTS, OUTPUT, PLUGINS = GROUPS
 
 
 @attrs.frozen(kw_only=True)
 class TrainConfig:
     """Everything that decides a training run. Values are checked on construction; raises `ConfigError`."""
 
-    strategy: str = setting("single", RANKS, "Parallel strategy; `mtb plugins list` shows those installed.")
+    strategy: str = setting(
+        "single", RANKS, "Parallel strategy; `mtb plugins list` shows those installed.", training=False
+    )
     strategy_opt: Mapping[str, Any] = setting(
-        dict, RANKS, "Option of the strategy, see `mtb plugins show NAME`.", metavar="KEY=VALUE", repeatable=True
+        dict,
+        RANKS,
+        "Option of the strategy, see `mtb plugins show NAME`.",
+        metavar="KEY=VALUE",
+        repeatable=True,
+        training=False,
     )
     nproc: int = setting(1, RANKS, "Worker processes (ranks) on this node.", minimum=1, training=False)
     nnodes: str = setting("1", RANKS, "Nodes: N, or MIN:MAX for an elastic run.", metavar="N|MIN:MAX", training=False)
@@ -102,7 +110,7 @@ class TrainConfig:
     warmup_steps: int | None = setting(
         None,
         LENGTH,
-        "Benchmark warm-up: steps that train first but are not in the averages. [default: 5; 0 on resume]",
+        "Benchmark warm-up: steps that train first but are not in the averages. [default: 5; 0 with --resume]",
         minimum=0,
         training=False,
     )
@@ -128,9 +136,7 @@ class TrainConfig:
         False, BATCH, "Recompute each block's activations in backward, to save memory.", training=False
     )
 
-    precision: str = setting(
-        "fp32", NUMERICS, "bf16: autocast with fp32 master weights.", choices=("fp32", "bf16")
-    )
+    precision: str = setting("fp32", NUMERICS, "bf16: autocast with fp32 master weights.", choices=("fp32", "bf16"))
     compile: bool = setting(False, NUMERICS, "Compile each block with torch.compile.")
     on_nonfinite: str = setting(
         "stop",
@@ -140,9 +146,7 @@ class TrainConfig:
     )
     seed: int = setting(0, NUMERICS, "Seed of weights, data order and dropout.", minimum=0, maximum=2**63 - 1)
 
-    model: str = setting(
-        "gpt", MODEL, "Built-in or plugin model, or your own factory.", metavar="NAME|FILE.py:FACTORY"
-    )
+    model: str = setting("gpt", MODEL, "Built-in or plugin model, or your own factory.", metavar="NAME|FILE.py:FACTORY")
     seq_length: int = setting(128, MODEL, "Tokens per sample.", minimum=1)
     vocab_size: int | None = setting(None, MODEL, "Vocabulary. [default: the data's]", minimum=2)
     d_model: int = setting(128, MODEL, "Width of the residual stream.", minimum=1)
@@ -176,8 +180,40 @@ class TrainConfig:
         None, OPTIM, "Step at which cosine reaches its minimum. [default: the run's last step]", minimum=1
     )
     min_learning_rate: float = setting(0.0, OPTIM, "Floor of the cosine schedule.", minimum=0.0)
-    max_grad_norm: float = setting(
-        0.0, OPTIM, "Clip the global gradient norm to this; 0 measures only.", minimum=0.0
+    max_grad_norm: float = setting(0.0, OPTIM, "Clip the global gradient norm to this; 0 measures only.", minimum=0.0)
+
+    checkpoint_dir: str | None = setting(None, CHECKPOINTS, "Folder of the checkpoints.", metavar="DIR", training=False)
+    save_every: int = setting(
+        0, CHECKPOINTS, "Save after every N steps and after the last one; 0: none.", minimum=0, training=False
+    )
+    keep_last: int = setting(3, CHECKPOINTS, "Complete checkpoints to keep; 0 keeps all.", minimum=0, training=False)
+    keep_every: int = setting(
+        0, CHECKPOINTS, "Keep those of steps divisible by N for good; 0: none.", minimum=0, training=False
+    )
+    async_save: bool = setting(
+        True,
+        CHECKPOINTS,
+        "Write checkpoints in the background; training pauses only to copy its state.",
+        off_name="sync-save",
+        training=False,
+    )
+    resume: str | None = setting(
+        None,
+        CHECKPOINTS,
+        "Go on from the newest complete checkpoint (latest; auto: or start anew, if there is none), or from a path.",
+        metavar="latest|auto|PATH",
+        training=False,
+    )
+    allow_config_change: tuple[str, ...] = setting(
+        tuple,
+        CHECKPOINTS,
+        "On resume, let this setting differ from the checkpoint's; recorded in the next ones.",
+        metavar="KEY",
+        repeatable=True,
+        training=False,
+    )
+    allow_missing_rng: bool = setting(
+        False, CHECKPOINTS, "Resume although random state is missing or damaged; not bit for bit.", training=False
     )
 
     sink: tuple[str, ...] = setting(
@@ -245,7 +281,8 @@ def _plain(hint: Any) -> type:
     return inner[0] if inner else hint  # type: ignore[no-any-return]
 
 
-def _checked(name: str, value: Any, hint: Any, meta: Setting) -> Any:
+def _checked(name: str, given: Any, hint: Any, meta: Setting) -> Any:
+    value: Any = given
     label = option_name(name)
     if value is None:
         if type(None) in typing.get_args(hint):
@@ -265,10 +302,11 @@ def _checked(name: str, value: Any, hint: Any, meta: Setting) -> Any:
         return dict(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if type(value) is not kind:
+    right: bool = type(value) is kind  # not isinstance: True is no number
+    if not right:
         msg = f"{label} is {value!r}; {_valid(meta, kind)}."
         raise ConfigError(msg)
-    bad = (
+    bad = bool(
         (meta.choices and value not in meta.choices)
         or (meta.minimum is not None and not value >= meta.minimum)
         or (meta.maximum is not None and not value <= meta.maximum)
@@ -339,6 +377,7 @@ def _check_combinations(c: TrainConfig) -> None:
             "decay steps count from the start of training, warm-up included."
         )
         raise ConfigError(msg)
+    _check_checkpoints(c)
     if (c.eval_every or c.eval_batches) and c.eval_data is None:
         msg = "--eval-every and --eval-batches need --eval-data PATH."
         raise ConfigError(msg)
@@ -347,4 +386,23 @@ def _check_combinations(c: TrainConfig) -> None:
         raise ConfigError(msg)
     if c.momentum and c.optimizer != "sgd":
         msg = f"--momentum {c.momentum:g} belongs to --optimizer sgd; leave it out with {c.optimizer}."
+        raise ConfigError(msg)
+
+
+def _check_checkpoints(c: TrainConfig) -> None:
+    named = c.resume is not None and c.resume not in ("latest", "auto")
+    if c.checkpoint_dir is None and (c.save_every or (c.resume is not None and not named)):
+        what = f"--save-every {c.save_every}" if c.save_every else f"--resume {c.resume}"
+        msg = f"{what} needs --checkpoint-dir DIR, the folder where checkpoints are."
+        raise ConfigError(msg)
+    if c.repeat > 1 and (c.save_every or c.resume is not None):
+        what = f"--save-every {c.save_every}" if c.save_every else f"--resume {c.resume}"
+        msg = (
+            f"--repeat {c.repeat} and {what} exclude each other: repeats are independent trials from the start. "
+            "Leave one of them out."
+        )
+        raise ConfigError(msg)
+    if c.resume is None and (c.allow_config_change or c.allow_missing_rng):
+        what = "--allow-config-change" if c.allow_config_change else "--allow-missing-rng"
+        msg = f"{what} only has a meaning with --resume; leave it out or add --resume latest."
         raise ConfigError(msg)

@@ -76,7 +76,9 @@ def read_toml(file: str | Path) -> dict[str, Any]:
 def _unknown(key: str, where: str) -> ConfigError:
     spelled = key.replace("-", "_").lstrip("_")
     hint = nearest(spelled, settings())
-    return ConfigError(f"Unknown key '{key}' in {where}.{hint} `mtb train --help` lists all settings, with '_' for '-'.")
+    return ConfigError(
+        f"Unknown key '{key}' in {where}.{hint} `mtb train --help` lists all settings, with '_' for '-'."
+    )
 
 
 def config_values(config: TrainConfig) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def starter_toml(preset: Mapping[str, Any]) -> str:
         for name, meta in settings().items():
             if meta.group != group or value_type(name) is dict:
                 continue
-            default = fields[name].default
+            default: Any = fields[name].default
             if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
                 default = list(default.factory())
             lines.append(f"# {meta.help}" + (f" One of: {', '.join(meta.choices)}." if meta.choices else ""))

@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 _EXIT_CODES = {"done": EXIT_OK, "stopped": EXIT_STOPPED, "interrupted": EXIT_INTERRUPTED, "failed": EXIT_RUN_FAILED}
 
 #: Times of a step, in the order in which ranks hand them over.
-TIMES = ("step_time_ms", "data_time_ms", "forward_backward_ms", "optimizer_step_ms", "checkpoint_time_ms")
+TIMES = ("step_time_ms", "data_time_ms", "forward_backward_ms", "optimizer_step_ms")
 
 
 @attrs.frozen(kw_only=True)
@@ -29,7 +29,7 @@ class Result:
     """One training run. Keys are described in ``docs/reference/json.md``; what was not measured is None.
 
     A time is the mean over the measured steps of the maximum over ranks, and over trials where there are several.
-    ``tokens_per_sec`` counts the valid tokens of the global batch, against those step times.
+    ``checkpoint_time_ms`` is the mean pause of training for a checkpoint, None without one. ``tokens_per_sec`` counts the valid tokens of the global batch, against those step times.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -133,16 +133,24 @@ class Result:
 
 @attrs.frozen
 class RankReport:
-    """What one rank hands over at the end of a trial: `times` has a row of `TIMES` for each step, warm-up included."""
+    """What one rank hands over at the end of a trial.
+
+    Attributes:
+        times: a row of `TIMES` for each step, warm-up included.
+        pauses_ms: how long training was held up by each checkpoint.
+    """
 
     times: Sequence[Sequence[float]]
     memory_mib: float
+    pauses_ms: Sequence[float] = ()
 
 
-def rank_report(records: Sequence[StepRecord]) -> RankReport:
+def rank_report(records: Sequence[StepRecord], pauses_ms: Sequence[float] = ()) -> RankReport:
     """This rank's report of a trial."""
     return RankReport(
-        [[getattr(r, name) for name in TIMES] for r in records], max((r.memory_mib for r in records), default=0.0)
+        [[getattr(r, name) for name in TIMES] for r in records],
+        max((r.memory_mib for r in records), default=0.0),
+        pauses_ms,
     )
 
 
@@ -156,6 +164,8 @@ def trial_row(records: Sequence[StepRecord], reports: Sequence[RankReport]) -> d
     slowest = [[max(report.times[i][t] for report in reports) for t in range(len(TIMES))] for i in measured]
     for t, name in enumerate(TIMES):
         row[name] = fmean(step[t] for step in slowest) if slowest else None
+    pauses = [max(saves) for saves in zip(*(report.pauses_ms for report in reports), strict=False)]
+    row["checkpoint_time_ms"] = fmean(pauses) if pauses else None
     seconds = sum(step[0] for step in slowest) / 1e3
     tokens = sum(records[i].valid_tokens for i in measured)
     row["tokens_per_sec"] = tokens / seconds if seconds else None
@@ -169,8 +179,6 @@ def trial_row(records: Sequence[StepRecord], reports: Sequence[RankReport]) -> d
     row["skipped_steps"] = sum(r.skipped for r in records)
     row["learning_rate_start"] = records[0].learning_rate if records else None
     row["learning_rate_end"] = records[-1].learning_rate if records else None
-    for name in ("global_step", "samples_seen", "tokens_seen"):
-        row[name] = getattr(records[-1], name) if records else 0
     return row
 
 
@@ -178,6 +186,7 @@ def trial_row(records: Sequence[StepRecord], reports: Sequence[RankReport]) -> d
 AVERAGED = (
     "tokens_per_sec",
     *TIMES,
+    "checkpoint_time_ms",
     "max_memory_mib",
     "loss",
     "loss_first",

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -69,8 +70,9 @@ class RunManager(pluggy.PluginManager):
 
 @attrs.frozen
 class _Observer:
-    """One implementation of an observer hook; `sink` is its name where a failure is not the run's."""
+    """One implementation of an observer hook by `name`; `sink` is the name where a failure is not the run's."""
 
+    name: str
     call: Callable[..., object]
     sink: str | None
 
@@ -123,6 +125,10 @@ class Hooks:
         self._run_started = _observers(hook.mtb_run_started, owners)
         self._step_recorded = _observers(hook.mtb_step_recorded, owners)
         self._evaluated = _observers(hook.mtb_evaluated, owners)
+        self._checkpoint_published = _observers(hook.mtb_checkpoint_published, owners)
+        self._fault_point = _observers(hook.mtb_fault_point, owners)
+        self._plugin_state = _observers(hook.mtb_plugin_state, owners)
+        self._plugin_state_loaded = _observers(hook.mtb_plugin_state_loaded, owners)
         self._run_finished = _observers(hook.mtb_run_finished, owners)
 
     def prepare(self, job: Job) -> Prepared:
@@ -169,6 +175,26 @@ class Hooks:
     def evaluated(self, global_step: int, loss: float, samples: int) -> None:
         """Tell observers of an evaluation."""
         self._tell(self._evaluated, global_step, loss, samples)
+
+    def checkpoint_published(self, path: Path, step: int) -> None:
+        """Tell observers that a checkpoint is durable."""
+        self._tell(self._checkpoint_published, path, step)
+
+    def fault_point(self, name: str) -> None:
+        """Tell observers where a save is; what they raise is for the save to handle."""
+        for observer in self._fault_point:
+            observer.call(name)
+
+    def plugin_states(self) -> dict[str, Any]:
+        """What sinks and run plugins want saved, by name."""
+        states = {observer.name: observer.call() for observer in self._plugin_state if observer.sink not in self._off}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def plugin_states_loaded(self, states: Mapping[str, Any]) -> None:
+        """Give sinks and run plugins what they had saved; parts of plugins that are not here are left alone."""
+        for observer in self._plugin_state_loaded:
+            if observer.name in states:
+                observer.call(states[observer.name])
 
     def run_finished(self, exit_reason: str) -> None:
         """Tell observers that the trial has ended."""
@@ -302,7 +328,8 @@ def _bind(caller: pluggy.HookCaller) -> Callable[..., object]:
 def _observers(caller: pluggy.HookCaller, sinks: Mapping[int, str]) -> tuple[_Observer, ...]:
     arguments = _arguments(caller)
     return tuple(
-        _Observer(_positional(impl, arguments), sinks.get(id(impl.plugin))) for impl in reversed(caller.get_hookimpls())
+        _Observer(impl.plugin_name, _positional(impl, arguments), sinks.get(id(impl.plugin)))
+        for impl in reversed(caller.get_hookimpls())
     )
 
 

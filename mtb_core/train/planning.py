@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -19,10 +19,18 @@ from mtb_core.data.source import open_dataset
 from mtb_core.model.spec import check_model
 from mtb_core.registry.discovery import Registry
 
+if TYPE_CHECKING:
+    from .checkpointing import ResumePoint
+
 
 @attrs.frozen
 class Planned:
-    """A run that may start. `sinks` holds (name, description, parsed options), in order."""
+    """A run that may start.
+
+    Attributes:
+        sinks: (name, description, parsed options), in order.
+        resume: the checkpoint to go on from.
+    """
 
     resolved: ResolvedRun
     registry: Registry
@@ -30,6 +38,7 @@ class Planned:
     sinks: tuple[tuple[str, SinkInfo, Any], ...]
     dataset: Dataset
     eval_dataset: Dataset | None
+    resume: ResumePoint | None
 
 
 def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
@@ -48,7 +57,14 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
             f"--eval-data {config.eval_data} has no end; set --eval-batches to say how much of it to use."
         )
     resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size)
-    return Planned(resolved, registry, strategy, sinks, dataset, eval_dataset)
+    resume = None
+    if config.resume is not None:
+        from .checkpointing import find_resume_point  # noqa: PLC0415  (imports torch)
+
+        resume = find_resume_point(resolved)
+        if resume is not None and resume.sync_mode is not None:
+            resolved = attrs.evolve(resolved, sync_mode=resume.sync_mode)
+    return Planned(resolved, registry, strategy, sinks, dataset, eval_dataset, resume)
 
 
 def _sinks(config: TrainConfig, registry: Registry) -> tuple[tuple[str, SinkInfo, Any], ...]:
@@ -81,10 +97,10 @@ def make_run_folder(planned: Planned) -> Path:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         return _make_fresh(Path("runs"), f"{stamp}-{config.strategy}-w{planned.resolved.world.size}")
     folder = Path(config.run_dir)
-    if (folder / "config.toml").exists():
+    if (folder / "config.toml").exists() and config.resume is None:
         msg = (
-            f"--run-dir {folder} already holds a run. A run never overwrites another one: name a new folder, or remove "
-            "this one."
+            f"--run-dir {folder} already holds a run. A run never overwrites another one: name a new folder, remove "
+            "this one, or go on with the run by --resume."
         )
         raise ConfigError(msg)
     _make(folder)

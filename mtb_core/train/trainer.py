@@ -51,6 +51,7 @@ class Agreed:
         norm_squared: of the gradients.
         next_valid: valid tokens of the next global batch.
         stop: stop requests by signal; `interrupt`: those by Ctrl-C among them.
+        save_failed: votes that a checkpoint in the making has failed.
     """
 
     loss_sum: float
@@ -58,6 +59,7 @@ class Agreed:
     next_valid: float
     stop: float
     interrupt: float
+    save_failed: float
 
 
 #: Elements of the agreement's vector, all float64: summed over ranks, so that a NaN of any rank stays one.
@@ -71,6 +73,7 @@ class Trainer:
         loader: gives this rank's batches; its first batch must follow `progress`.
         stop: raised by signals; read once a step.
         memory_mib: gives the peak memory so far.
+        save_vote: gives this rank's vote on the checkpoint in the making.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Trainer:
         *,
         stop: StopFlag,
         memory_mib: Callable[[], float],
+        save_vote: Callable[[], float] = lambda: 0.0,
         progress: Progress | None = None,
     ) -> None:
         self.job = job
@@ -90,9 +94,14 @@ class Trainer:
         self.progress = progress or Progress()
         #: "stopped" or "interrupted" once all ranks have agreed to stop after a signal.
         self.stop_reason: str | None = None
+        #: The sum of the ranks' votes on the checkpoint in the making, as of the last step.
+        self.save_failed = 0.0
+        #: To be set after saving: milliseconds that training paused since the last step.
+        self.paused_ms = 0.0
         self._loader = loader
         self._stop = stop
         self._memory_mib = memory_mib
+        self._save_vote = save_vote
         self._loss = LossFunction(job.model, prepared.core)
         self._rate = LearningRate(job.config, prepared.optimizer)
         self._check = GradientCheck(job, prepared)
@@ -168,12 +177,14 @@ class Trainer:
             forward_backward_ms=(backward_end - start - (fetched - waiting)) / 1e6,
             optimizer_step_ms=(end - backward_end) / 1e6,
             step_time_ms=(end - start) / 1e6,
-            checkpoint_time_ms=0.0,
+            checkpoint_time_ms=self.paused_ms,
             memory_mib=self._memory_mib(),
             warmup=warmup,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         )
+        self.paused_ms = 0.0
         self.hooks.step_recorded(record)
+        self.save_failed = agreed.save_failed
         if agreed.stop:
             self.stop_reason = "interrupted" if agreed.interrupt else "stopped"
         return record
@@ -222,7 +233,8 @@ class Trainer:
         """The step's one small all-reduce."""
         requested = self._stop.requested
         valid = float(batch.valid_tokens) if self._leads else 0.0
-        own = (local_loss, norm_squared, valid, float(requested is not None), float(requested == "SIGINT"))
+        stop, interrupt = float(requested is not None), float(requested == "SIGINT")
+        own = (local_loss, norm_squared, valid, stop, interrupt, self._save_vote())
         if self._device.type == "cpu":
             values = [float(v) for v in own]
             if self.job.ctx.world_size > 1:

@@ -28,8 +28,9 @@ from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.registry.run_hooks import Hooks
 
+from .checkpointing import ResumePoint, RunCheckpoints
 from .optim import optimizer_groups, optimizer_recipe
-from .trainer import AGREEMENT_ELEMENTS, Trainer
+from .trainer import AGREEMENT_ELEMENTS, Progress, Trainer
 
 
 @attrs.frozen
@@ -43,6 +44,7 @@ class TrialInputs:
     eval_dataset: Dataset | None
     hooks: Callable[[], Hooks]
     folder: Path
+    resume: ResumePoint | None
     stop: StopFlag
     progress: Callable[[dict[str, Any]], None]
 
@@ -54,6 +56,9 @@ class TrialOutcome:
     Attributes:
         exit_reason: ``"done"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``; equal on all ranks.
         failure: why, where all ranks failed by agreement; any other failure is raised.
+        progress: how far the training is.
+        pauses_ms: how long this rank was held up by each checkpoint.
+        runtime: the part of the result's ``runtime`` about checkpoints.
         collectives: calls by kind in one step, and their bytes; None where they were not counted, with the reason.
     """
 
@@ -67,6 +72,9 @@ class TrialOutcome:
     collectives_reason: str | None = None
     eval_loss: float | None = None
     eval_samples: int | None = None
+    progress: Progress = attrs.field(factory=Progress)
+    pauses_ms: list[float] = attrs.field(factory=list)
+    runtime: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
@@ -87,6 +95,8 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
         prepared = hooks.prepare(job)
         outcome.parameters = count_parameters(prepared.core)
         seed_generators(config.seed, ctx)
+        checkpoints = RunCheckpoints(job, hooks, prepared, inputs.folder, inputs.resume)
+        progress = outcome.progress = checkpoints.start()
         with Loader(
             inputs.dataset,
             seed=config.seed,
@@ -95,9 +105,20 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
             batch_size=config.batch_size or 1,
             accumulation=job.accumulation,
             device=ctx.device,
+            samples_seen=progress.samples_seen,
         ) as loader:
-            trainer = Trainer(job, hooks, prepared, loader, stop=inputs.stop, memory_mib=memory.mib)
-            _train(inputs, trainer, outcome, trial)
+            trainer = Trainer(
+                job,
+                hooks,
+                prepared,
+                loader,
+                stop=inputs.stop,
+                memory_mib=memory.mib,
+                save_vote=checkpoints.vote,
+                progress=progress,
+            )
+            _train(inputs, trainer, checkpoints, outcome, trial)
+        outcome.pauses_ms, outcome.runtime = checkpoints.pauses_ms, checkpoints.runtime()
         finished = outcome.exit_reason
     except RunFailed as error:
         if not error.agreed:
@@ -110,8 +131,10 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
     return outcome
 
 
-def _train(inputs: TrialInputs, trainer: Trainer, outcome: TrialOutcome, trial: int) -> None:
-    """All steps of a trial, with the evaluations between and after them."""
+def _train(
+    inputs: TrialInputs, trainer: Trainer, checkpoints: RunCheckpoints, outcome: TrialOutcome, trial: int
+) -> None:
+    """All steps of a trial, with the checkpoints and evaluations between and after them."""
     config, ctx = inputs.resolved.config, inputs.ctx
     first = trainer.progress.global_step + 1
     warmup = config.warmup_steps or 0
@@ -127,12 +150,18 @@ def _train(inputs: TrialInputs, trainer: Trainer, outcome: TrialOutcome, trial: 
         else:
             record = trainer.step(warmup=step < first + warmup)
         outcome.records.append(record)
+        checkpoints.settle(trainer.save_failed)
+        if checkpoints.due(step):
+            trainer.paused_ms = checkpoints.save(trainer.progress)
         if trainer.stop_reason is not None:
             outcome.exit_reason = trainer.stop_reason
             break
         if config.eval_every and step % config.eval_every == 0:
             _evaluate(inputs, trainer, outcome)
             evaluated = step
+    if outcome.exit_reason != "done" or config.save_every:
+        checkpoints.save(trainer.progress)
+    checkpoints.finish()
     if inputs.eval_dataset is not None and outcome.exit_reason == "done" and evaluated != last:
         _evaluate(inputs, trainer, outcome)
 

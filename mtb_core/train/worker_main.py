@@ -61,6 +61,10 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
         BaseException: whatever failed without the ranks having agreed on it.
     """
     planned = payload.planned
+    if worker.restarts:
+        # Ranks that are started again after a failure go on from what was saved since.
+        payload = _resuming(payload)
+        planned = None
     if planned is None or planned.resolved.world != worker.world:
         planned = plan_run(payload.config, discover(disabled=payload.config.no_plugin), worker.world)
     registry = planned.registry
@@ -68,6 +72,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
     with open_ranks(worker, planned.resolved.plan, device=config.device, backend=config.backend) as ctx:
         same_on_all(ctx, "the plugins they loaded", registry.plugins_in_use())
         same_on_all(ctx, "the configuration", _comparable(config))
+        same_on_all(ctx, "the checkpoint to resume from", None if planned.resume is None else str(planned.resume.path))
         folder = _agreed_folder(payload, planned, ctx)
         inputs = TrialInputs(
             resolved=planned.resolved,
@@ -77,13 +82,14 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             eval_dataset=planned.eval_dataset,
             hooks=partial(_make_hooks, planned, payload.plugins),
             folder=folder,
+            resume=planned.resume,
             stop=worker.stop,
             progress=worker.progress,
         )
         rows: list[dict[str, Any]] = []
         for trial in range(config.repeat):
             outcome = run_trial(inputs, trial)
-            reports = gather_objects(ctx, rank_report(outcome.records))
+            reports = gather_objects(ctx, rank_report(outcome.records, outcome.pauses_ms))
             rows.append(_row(trial_row(outcome.records, reports), outcome, inputs))
             if outcome.exit_reason != "done":
                 break
@@ -91,6 +97,13 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
         if ctx.rank == 0:
             result.write(folder / "result.json")
         return from_rank_zero(ctx, result.to_json() if ctx.rank == 0 else {})
+
+
+def _resuming(payload: Payload) -> Payload:
+    config = payload.config
+    if config.checkpoint_dir is None or config.resume not in (None, "latest"):
+        return payload
+    return attrs.evolve(payload, config=attrs.evolve(config, resume="auto"))
 
 
 def _comparable(config: TrainConfig) -> dict[str, Any]:
@@ -126,6 +139,7 @@ def _row(row: dict[str, Any], outcome: TrialOutcome, inputs: TrialInputs) -> dic
     rate = row["tokens_per_sec"]
     row["eval_loss"] = outcome.eval_loss
     row["mfu"] = None if rate is None else mfu(rate, flops, peak, inputs.ctx.world_size)
+    row.update(attrs.asdict(outcome.progress))
     row["exit_reason"] = outcome.exit_reason
     return row
 
@@ -182,7 +196,13 @@ def _result(
         eval_samples=outcome.eval_samples,
         summary=summary,
         repeats=rows,
-        runtime=_runtime(config, figures["global_step"], restarts),
+        runtime={
+            **outcome.runtime,
+            "restarts": restarts,
+            "scheduler_completed_steps": figures["global_step"],
+            "next_learning_rate": learning_rate(config, figures["global_step"]),
+            "seed": config.seed,
+        },
         environment=environment(ctx.device),
         plugins=[{"name": name, "version": version} for name, version in registry.plugins_in_use()],
         provenance=provenance(payload.argv),
@@ -237,22 +257,4 @@ def failure_fields(failure: Failure | None) -> dict[str, Any] | None:
         "message": redact(failure.message),
         "text": redact(str(failure)),
         "time": datetime.fromtimestamp(failure.time, UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _runtime(config: TrainConfig, steps: int, restarts: int) -> dict[str, Any]:
-    return {
-        "resumed": False,
-        "resume_path": None,
-        "resume_deterministic": None,
-        "resume_determinism_reason": None,
-        "last_checkpoint": None,
-        "latest_checkpoint": None,
-        "ready_checkpoints": [],
-        "keep_last": None,
-        "checkpoint_dir": None,
-        "restarts": restarts,
-        "scheduler_completed_steps": steps,
-        "next_learning_rate": learning_rate(config, steps),
-        "seed": config.seed,
     }

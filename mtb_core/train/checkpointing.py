@@ -1,0 +1,236 @@
+"""How a run uses checkpoints: what it resumes from, what it saves of itself, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core.api.errors import ConfigError
+from mtb_core.api.values import Job, Prepared, SyncMode
+from mtb_core.ckpt import catalog
+from mtb_core.ckpt.loading import Loaded
+from mtb_core.ckpt.manager import CheckpointManager
+from mtb_core.ckpt.opened import open_checkpoint
+from mtb_core.ckpt.resume import check_config, check_schedule
+from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
+from mtb_core.registry.run_hooks import Hooks
+
+from .schedule import learning_rate
+from .trainer import Progress
+
+#: Settings that leave the training the same up to rounding: where one differs from the checkpoint's, the continuation
+#: is not bitwise that of the uninterrupted run.
+_ROUNDING = ("strategy", "strategy_options", "sync_mode", "batch_size", "grad_accum_steps", "device")
+
+
+@attrs.frozen
+class ResumePoint:
+    """A checkpoint that this run may go on from.
+
+    Attributes:
+        changes: settings that differ and were let through.
+        sync_mode: the sync mode it imposes (format 1), or None.
+    """
+
+    path: Path
+    step: int
+    changes: Mapping[str, Any]
+    sync_mode: SyncMode | None
+
+
+def find_resume_point(resolved: ResolvedRun) -> ResumePoint | None:
+    """What ``--resume`` means for this run; None: start from the beginning.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or this configuration may not go on from it.
+    """
+    config = resolved.config
+    if config.resume is None:
+        return None
+    folder = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
+    path = catalog.find(folder, config.resume)
+    if path is None:
+        return None
+    opened = open_checkpoint(path)
+    changes: Mapping[str, Any] = {}
+    if opened.version >= 3:  # noqa: PLR2004  (the first format that records the whole configuration)
+        changes = check_config(opened.values["config"], config, config.allow_config_change)
+    check_schedule(opened.sections.get("scheduler"), opened.step, config)
+    imposed: SyncMode | None = None
+    if opened.version == 1:
+        imposed = "every"
+        if config.gradient_sync_mode != "auto":
+            msg = (
+                f"--gradient-sync-mode {config.gradient_sync_mode}: the checkpoint {path} is of format 1, which was "
+                "always trained with 'every'; leave the option out, and that is used."
+            )
+            raise ConfigError(msg)
+    return ResumePoint(path, opened.step, changes, imposed)
+
+
+class RunCheckpoints:
+    """Saving and loading for one trial, on top of `CheckpointManager`; every method is called by all ranks alike.
+
+    Without ``--checkpoint-dir`` nothing is saved.
+    """
+
+    def __init__(self, job: Job, hooks: Hooks, prepared: Prepared, folder: Path, point: ResumePoint | None) -> None:
+        self._job, self._hooks, self._prepared, self._run_folder = job, hooks, prepared, folder
+        self._point = point
+        config = job.config
+        self._saves = config.checkpoint_dir is not None
+        self._saved_step: int | None = None
+        self.loaded: Loaded | None = None
+        self.deterministic: bool | None = None
+        self.reason: str | None = None
+        #: Milliseconds for which this rank was held up by each save.
+        self.pauses_ms: list[float] = []
+        self._manager: CheckpointManager | None = None
+        if self._saves or point is not None:
+            self._manager = CheckpointManager(
+                config.checkpoint_dir if config.checkpoint_dir is not None else point.path.parent,  # type: ignore[union-attr]
+                job.ctx,
+                keep_last=config.keep_last,
+                keep_every=config.keep_every,
+                asynchronous=config.async_save,
+                fault_point=hooks.fault_point,
+                published=hooks.checkpoint_published,
+            )
+
+    def start(self) -> Progress:
+        """Check that saving will work, and load what is resumed from. Random streams are put back as well."""
+        if self._manager is None:
+            return Progress()
+        if self._saves:
+            self._manager.preflight(self._hooks.state(self._prepared))
+        if self._point is None:
+            return Progress()
+        state = self._hooks.state(self._prepared)
+        loaded = self._manager.load(self._point.path, state, allow_missing_rng=self._job.config.allow_missing_rng)
+        self._hooks.state_loaded(self._prepared, state)
+        self._hooks.plugin_states_loaded(loaded.sections.get("plugins") or {})
+        loaded.restore_random(self._job.ctx)
+        self.loaded = loaded
+        self.deterministic, self.reason = loaded.deterministic, loaded.determinism_reason
+        self._compare_rounding(loaded)
+        train_state = loaded.sections.get("train_state") or loaded.values
+        self._saved_step = loaded.step
+        return Progress(loaded.step, int(train_state["samples_seen"]), int(train_state.get("tokens_seen") or 0))
+
+    def vote(self) -> float:
+        """This rank's word on the save in flight, for the agreement of the step."""
+        return 0.0 if self._manager is None else self._manager.poll_vote()
+
+    def settle(self, votes: float) -> None:
+        """Raise on all ranks if a save has failed on any."""
+        if self._manager is not None:
+            self._manager.settle(votes)
+
+    def due(self, step: int) -> bool:
+        """Whether ``--save-every`` asks for a checkpoint of `step`."""
+        every = self._job.config.save_every
+        return bool(every) and step % every == 0
+
+    def save(self, progress: Progress) -> float:
+        """Save the present state; returns the milliseconds for which training was held up."""
+        if not self._saves or self._manager is None or self._saved_step == progress.global_step:
+            return 0.0
+        metrics = self._run_folder / "metrics" / f"rank_{self._job.ctx.rank:05d}.jsonl"
+        seconds = self._manager.save(
+            progress.global_step,
+            self._hooks.state(self._prepared),
+            meta=self._meta(progress),
+            sections=self._sections(progress),
+            attachments={f"metrics/{metrics.name}": metrics} if metrics.is_file() else {},
+        )
+        self._saved_step = progress.global_step
+        self.pauses_ms.append(seconds * 1e3)
+        return seconds * 1e3
+
+    def finish(self) -> None:
+        """Wait for the save in flight; raises on all ranks if it failed."""
+        if self._manager is not None:
+            self._manager.finish()
+
+    def runtime(self) -> dict[str, Any]:
+        """The part of a result's ``runtime`` that is about checkpoints."""
+        config, manager = self._job.config, self._manager
+        latest = None if manager is None else catalog.newest(manager.folder)
+        last = None if manager is None else manager.last_published
+        return {
+            "resumed": self.loaded is not None,
+            "resume_path": None if self.loaded is None else str(self.loaded.path),
+            "resume_deterministic": self.deterministic,
+            "resume_determinism_reason": self.reason,
+            "last_checkpoint": None if last is None else last.name,
+            "latest_checkpoint": None if latest is None else latest.name,
+            "ready_checkpoints": [] if manager is None else manager.ready_steps(),
+            "keep_last": config.keep_last,
+            "checkpoint_dir": config.checkpoint_dir,
+        }
+
+    def _meta(self, progress: Progress) -> dict[str, Any]:
+        job = self._job
+        return {
+            "strategy": job.config.strategy,
+            "strategy_options": attrs.asdict(job.options),
+            "precision": job.config.precision,
+            "samples_seen": progress.samples_seen,
+            "tokens_seen": progress.tokens_seen,
+            "gradient_sync_mode": job.sync_mode,
+            "config": portable_config(job.config),
+            "config_fingerprint": fingerprint(job.config),
+            "config_changes": {} if self._point is None else dict(self._point.changes),
+            "rounding": _rounding(job),
+        }
+
+    def _sections(self, progress: Progress) -> dict[str, Any]:
+        config, step = self._job.config, progress.global_step
+        groups = [
+            {k: v for k, v in group.items() if k != "params" and isinstance(v, bool | int | float | str | list | tuple)}
+            for group in self._prepared.optimizer.param_groups
+        ]
+        return {
+            "train_state": attrs.asdict(progress),
+            "scheduler": {
+                "name": config.lr_scheduler,
+                "completed_steps": step,
+                "next_learning_rate": learning_rate(config, step),
+            },
+            "data": {"samples_seen": progress.samples_seen},
+            "optimizer": {"name": config.optimizer, "param_groups": groups},
+            "loss_scaler": None,
+            "plugins": self._hooks.plugin_states(),
+        }
+
+    def _compare_rounding(self, loaded: Loaded) -> None:
+        saved = loaded.values.get("rounding")
+        if not self.deterministic or saved is None:
+            return
+        now = _rounding(self._job)
+        other = [name for name in _ROUNDING if saved.get(name) != now[name]]
+        if other or self._point is not None and self._point.changes:
+            changed = [*other, *(self._point.changes if self._point is not None else ())]
+            self.deterministic = False
+            self.reason = f"{', '.join(changed)} differ from the checkpoint's, so that sums are taken differently"
+
+
+def portable_config(config: TrainConfig) -> dict[str, Any]:
+    """The settings that a checkpoint records: without those that name places on this machine."""
+    places = ("run_dir", "output", "checkpoint_dir", "resume")
+    return {k: v for k, v in config_values(config).items() if k not in places}
+
+
+def _rounding(job: Job) -> dict[str, Any]:
+    config = job.config
+    return {
+        "strategy": config.strategy,
+        "strategy_options": attrs.asdict(job.options),
+        "sync_mode": job.sync_mode,
+        "batch_size": config.batch_size,
+        "grad_accum_steps": config.grad_accum_steps,
+        "device": job.ctx.device.partition(":")[0],
+    }
