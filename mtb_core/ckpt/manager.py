@@ -14,6 +14,7 @@ A loop on every rank::
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -25,7 +26,7 @@ from typing import Any, Self
 from mtb_core.api.errors import MtbError, RunFailed
 from mtb_core.api.values import RankContext, State
 
-from . import catalog, publish
+from . import catalog, files, publish
 from .group import SaverGroup, surrounding_context
 from .layout import TEMPORARY
 from .loading import Loaded, load_checkpoint
@@ -92,11 +93,16 @@ class CheckpointManager:
         """
         name = self._group.from_rank_zero(f"{TEMPORARY}probe-{secrets.token_hex(8)}")
         mine = f"{name}-{self.ctx.rank}"
+        held = contextlib.ExitStack()
+
+        def clean() -> None:
+            if self.ctx.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                publish.clean_leftovers(self.folder)
 
         def write() -> str:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.ctx.rank == 0:
-                publish.clean_leftovers(self.folder)
+            held.enter_context(files.in_use(self.folder))  # so that no other run takes the probes for leftovers
             publish.probe(self.folder, mine)
             return str(self.folder)
 
@@ -107,12 +113,17 @@ class CheckpointManager:
 
         try:
             advice = "Name another --checkpoint-dir, or make this one writable."
-            folders = self._group.together(f"Checkpoints cannot be written to {self.folder}", write, advice=advice)
+            what = f"Checkpoints cannot be written to {self.folder}"
+            # First, and on its own: the probes of the other ranks would look like leftovers.
+            self._group.together(what, clean, advice=advice)
+            folders = self._group.together(what, write, advice=advice)
             if len(set(folders)) > 1:
                 raise RunFailed(f"The ranks have different checkpoint folders, {sorted(set(folders))}; give them one.")
             self._group.together(f"Checkpoints in {self.folder} would be incomplete", look)
         finally:
-            (self.folder / mine).unlink(missing_ok=True) if self.folder.is_dir() else None
+            with contextlib.suppress(OSError):
+                (self.folder / mine).unlink()
+            held.close()
         if state is not None:
             self._saver.prepare(state)
 
