@@ -187,14 +187,14 @@ class Hooks:
 
     def plugin_states(self) -> dict[str, Any]:
         """What sinks and run plugins want saved, by name."""
-        states = {observer.name: observer.call() for observer in self._plugin_state if observer.sink not in self._off}
+        states = {observer.name: self._ask(observer) for observer in self._plugin_state}
         return {name: state for name, state in states.items() if state is not None}
 
     def plugin_states_loaded(self, states: Mapping[str, Any]) -> None:
         """Give sinks and run plugins what they had saved; parts of plugins that are not here are left alone."""
         for observer in self._plugin_state_loaded:
             if observer.name in states:
-                observer.call(states[observer.name])
+                self._ask(observer, states[observer.name])
 
     def run_finished(self, exit_reason: str) -> None:
         """Tell observers that the trial has ended."""
@@ -222,6 +222,18 @@ class Hooks:
                     first = error
         if first is not None:
             raise first
+
+    def _ask(self, observer: _Observer, *values: object) -> object:
+        """What one observer answers; None for a sink that is switched off, or fails now."""
+        if observer.sink in self._off:
+            return None
+        try:
+            return observer.call(*values)
+        except (Exception, SystemExit) as error:
+            if observer.sink is None:
+                raise
+            self._switch_off(observer.sink, error)
+            return None
 
     def _switch_off(self, sink: str, error: BaseException) -> None:
         if sink not in self._off:

@@ -40,8 +40,19 @@ class Plain(Strategy):
         self._calls.append(("close", prepared))
 
 
+#: Calls of the facade that tell observers something, by name of the hook.
+TOLD = {
+    "run_started": ("info",),
+    "step_recorded": ("record",),
+    "evaluated": (3, 0.5, 7),
+    "checkpoint_published": ("path", 5),
+    "fault_point": ("before-rename",),
+    "run_finished": ("done",),
+}
+
+
 def make_observer(log, name, fails=()):
-    """An observer of all hooks that logs (name, hook, values), and raises in those that it `fails` in."""
+    """An observer of all hooks in TOLD that logs (name, hook, values), and raises in those that it `fails` in."""
 
     def note(hook, *values):
         log.append((name, hook, *values))
@@ -62,10 +73,37 @@ def make_observer(log, name, fails=()):
             note("evaluated", global_step, loss, samples)
 
         @hookimpl
+        def mtb_checkpoint_published(self, path, step):
+            note("checkpoint_published", path, step)
+
+        @hookimpl
+        def mtb_fault_point(self, name):
+            note("fault_point", name)
+
+        @hookimpl
         def mtb_run_finished(self, exit_reason):
             note("run_finished", exit_reason)
 
     return Observer()
+
+
+def make_keeper(state, loaded):
+    """An observer whose state in a checkpoint is `state` (raised, if it is an exception); what it gets is `loaded`."""
+
+    class Keeper:
+        @hookimpl
+        def mtb_plugin_state(self):
+            if isinstance(state, Exception):
+                raise state
+            return state
+
+        @hookimpl
+        def mtb_plugin_state_loaded(self, state):
+            if "bad" in state:
+                raise KeyError("bad")
+            loaded.append(state)
+
+    return Keeper()
 
 
 def refused(strategy, match, **others):
@@ -258,24 +296,17 @@ def test_broken_observers(members, match):
 
 
 def test_observers_are_called_in_order():
-    """Run plugins first, then sinks, each in the order given; all four hooks with all arguments."""
+    """Run plugins first, then sinks, each in the order given; all hooks with all arguments."""
     log = []
     plugins = {n: make_observer(log, n) for n in ("p1", "p2")}
     sinks = {n: make_observer(log, n) for n in ("s1", "s2")}
     hooks = Hooks(Plain(), sinks=sinks, plugins=plugins)
-    hooks.run_started("info")
-    hooks.step_recorded("record")
-    hooks.evaluated(3, 0.5, 7)
-    hooks.run_finished("done")
-    names = ("p1", "p2", "s1", "s2")
-    expected = [
-        ("run_started", "info"),
-        ("step_recorded", "record"),
-        ("evaluated", 3, 0.5, 7),
-        ("run_finished", "done"),
-    ]
-    assert log == [(name, *call) for call in expected for name in names]
-    assert all(hooks.describe()[hook][0] == "run plugin 'p1'" for hook in OBSERVER_HOOKS)
+    for hook, values in TOLD.items():
+        getattr(hooks, hook)(*values)
+    assert log == [(name, hook, *values) for hook, values in TOLD.items() for name in ("p1", "p2", "s1", "s2")]
+    assert all(hooks.describe()[f"mtb_{hook}"][0] == "run plugin 'p1'" for hook in TOLD)
+    asked = {"mtb_plugin_state", "mtb_plugin_state_loaded"}
+    assert {f"mtb_{hook}" for hook in TOLD} | asked == set(OBSERVER_HOOKS)
 
 
 def test_observers_may_leave_arguments_out():
@@ -337,3 +368,36 @@ def test_default_warning_goes_to_the_log(caplog):
     hooks = Hooks(Plain(), sinks={"s": make_observer([], "s", fails=("step_recorded",))})
     hooks.step_recorded(None)
     assert [record.name for record in caplog.records] == ["mtb"]
+
+
+def test_state_of_plugins():
+    """Sinks and run plugins keep state by name; each gets its own back, and what nobody here wants is left alone."""
+    loaded = []
+    sinks = {"s": make_keeper({"rows": 3}, loaded), "nothing": make_keeper(None, [])}
+    hooks = Hooks(Plain(), sinks=sinks, plugins={"s": make_keeper({"count": 1}, loaded)})
+    states = hooks.plugin_states()
+    assert list(states.values()) == [{"count": 1}, {"rows": 3}]
+    hooks.plugin_states_loaded({**states, "run plugin 'gone'": {"x": 1}})
+    assert loaded == [{"count": 1}, {"rows": 3}]
+
+
+def test_a_sink_whose_state_fails_is_switched_off():
+    """Neither saving nor resuming fails by a sink; by a run plugin it does."""
+    warnings = []
+    sinks = {"bad": make_keeper(ValueError("no state"), []), "good": make_keeper({"rows": 3}, [])}
+    hooks = Hooks(Plain(), sinks=sinks, warn=warnings.append)
+    states = hooks.plugin_states()
+    assert list(states.values()) == [{"rows": 3}]
+    hooks.plugin_states_loaded({name: {"bad": 1} for name in states})
+    assert hooks.plugin_states() == {}
+    assert ["'bad'" in warnings[0], "'good'" in warnings[1], len(warnings)] == [True, True, 2]
+    hooks = Hooks(Plain(), plugins={"bad": make_keeper(ValueError("no state"), [])})
+    with pytest.raises(ValueError, match="no state"):
+        hooks.plugin_states()
+
+
+def test_a_fault_point_fails_the_save():
+    """What is raised at a fault point reaches the save, also from a sink."""
+    hooks = Hooks(Plain(), sinks={"s": make_observer([], "s", fails=("fault_point",))})
+    with pytest.raises(ValueError, match="s cannot"):
+        hooks.fault_point("before-rename")
