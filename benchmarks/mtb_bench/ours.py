@@ -25,4 +25,4 @@ def mtb(sinks: tuple[str, ...], nproc: int) -> None:
             sink=(*sinks, "gate"),
             run_dir=str(Path(folder) / "run"),
         )
-        mtb_core.run(config)
+        mtb_core.run(config).check()
