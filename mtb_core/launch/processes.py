@@ -159,7 +159,7 @@ def pick_method(asked: str, nproc: int) -> str:
         and os.uname().sysname == "Linux"
         and threading.active_count() == 1
         and (threads_for(nproc) == 1 or not _has_computed())
-        and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        and not torch.cuda.is_initialized()
     )
     return "fork" if safe else "spawn"
 

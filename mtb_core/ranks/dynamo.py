@@ -40,7 +40,7 @@ def avoid_dynamo_import() -> bool:
     if present is None:
         stand_in = _StandIn()
         sys.modules[_NAME] = stand_in
-        torch._dynamo = stand_in  # type: ignore[assignment]  # noqa: SLF001
+        torch._dynamo = stand_in  # noqa: SLF001
         sys.meta_path.insert(0, stand_in._finder)  # noqa: SLF001
         return True
     return isinstance(present, _StandIn)
@@ -167,7 +167,7 @@ def _import_real() -> ModuleType:
         raise
     import torch  # noqa: PLC0415
 
-    torch._dynamo = real  # type: ignore[assignment]  # noqa: SLF001
+    torch._dynamo = real  # noqa: SLF001
     return real
 
 
@@ -193,7 +193,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._module = module
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         """The submodule, from the real package; None for other modules."""
         if not fullname.startswith(_NAME + "."):
@@ -215,7 +218,7 @@ class _Present(importlib.abc.Loader):
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:  # noqa: ARG002
         """The module itself."""
         return self._module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
@@ -170,10 +171,18 @@ def _taken(addresses: list[_Address]) -> bool:
 
 def _is_store(host: str, port: int) -> bool:
     """Whether a store of torch answers there: then another launcher of this run is already up on this machine."""
-    import torch.distributed as dist  # noqa: PLC0415  (torch is imported when it is used)
+    import torch  # noqa: F401, PLC0415  (before the fork, which then has it)
 
-    try:
-        dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2)).add("mtb/probe", 0)
-    except RuntimeError:
-        return False
-    return True
+    # In a process that can be ended: torch's client waits for an answer for ever.
+    probe = multiprocessing.get_context("fork").Process(target=_ask_store, args=(host, port), daemon=True)
+    probe.start()
+    probe.join(3.0)
+    probe.kill()
+    return probe.exitcode == 0
+
+
+def _ask_store(host: str, port: int) -> None:
+    import torch.distributed as dist  # noqa: PLC0415
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what torch writes about a failed attempt
+    dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2)).add("mtb/probe", 0)

@@ -98,5 +98,3 @@ def for_ever(folder, worker):
     mark(folder / f"ready{worker.rank}", os.getpid())
     while True:
         time.sleep(0.05)
-
-
