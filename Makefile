@@ -32,9 +32,9 @@ demo: $(STAMP)  ## train a small GPT on two ranks: live progress, a table, runs/
 	@rm -rf runs/demo runs/demo-data
 	@$(BIN)/mtb data prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"/*.py \
 		--output runs/demo-data
-	$(BIN)/mtb train --strategy ddp --nproc 2 --data runs/demo-data --steps 300 --warmup-steps 5 \
+	$(BIN)/mtb train --strategy ddp --nproc 2 --data runs/demo-data --steps 250 \
 		--seq-length 128 --d-model 128 --n-layers 2 --batch-size 8 --learning-rate 2e-3 \
-		--run-dir runs/demo --output runs/demo/result.json
+		--run-dir runs/demo
 
 test: $(STAMP)  ## the fast tests of all packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
@@ -53,8 +53,10 @@ format: $(STAMP)  ## let ruff lay out the code
 docs: $(STAMP)  ## write docs/reference from the code
 	$(BIN)/python docs/generate.py
 
-bench: $(STAMP)  ## the benchmarks, with their peers, in a venv of their own
-	benchmarks/run.sh
+bench:  ## the benchmarks, with their peers, in a venv of their own
+	benchmarks/setup.sh
+	.venv-bench/bin/python benchmarks/startup.py
+	.venv-bench/bin/python benchmarks/trainer_overhead.py
 
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf $(VENV) .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis

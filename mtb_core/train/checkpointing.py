@@ -56,7 +56,7 @@ def find_resume_point(resolved: ResolvedRun) -> ResumePoint | None:
         return None
     opened = open_checkpoint(path)
     changes: Mapping[str, Any] = {}
-    if opened.version >= 3:  # noqa: PLR2004  (the first format that records the whole configuration)
+    if opened.version >= 3:
         changes = check_config(opened.values["config"], config, config.allow_config_change)
     check_schedule(opened.sections.get("scheduler"), opened.step, config)
     imposed: SyncMode | None = None
@@ -212,7 +212,7 @@ class RunCheckpoints:
             return
         now = _rounding(self._job)
         other = [name for name in _ROUNDING if saved.get(name) != now[name]]
-        if other or self._point is not None and self._point.changes:
+        if other or (self._point is not None and self._point.changes):
             changed = [*other, *(self._point.changes if self._point is not None else ())]
             self.deterministic = False
             self.reason = f"{', '.join(changed)} differ from the checkpoint's, so that sums are taken differently"

@@ -145,18 +145,15 @@ def check_output(config: TrainConfig) -> None:
     """Refuse an ``--output`` that could not be written at the end.
 
     Raises:
-        ConfigError: it is a folder, or its folder does not exist or cannot be written.
+        ConfigError: it is a folder, or cannot be written. Folders on the way are made later.
     """
     if config.output is None:
         return
     path = Path(config.output)
-    parent = path.parent
     if path.is_dir():
-        msg = f"--output {path} is a folder; name a file."
-    elif not parent.is_dir():
-        msg = f"--output {path}: the folder {parent} does not exist; make it first or name another."
-    elif not os.access(path if path.exists() else parent, os.W_OK):
-        msg = f"--output {path} cannot be written: no permission; name another file."
-    else:
-        return
-    raise ConfigError(msg)
+        raise ConfigError(f"--output {path} is a folder; name a file.")
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if existing != path and not existing.is_dir():
+        raise ConfigError(f"--output {path} cannot be written: {existing} is a file, not a folder; name another file.")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written: no permission for {existing}; name another file.")

@@ -21,6 +21,7 @@ from mtb_core.measure.result import Result, combine_trials, rank_report, trial_r
 from mtb_core.model.spec import load_model
 from mtb_core.ranks.agree import from_rank_zero, gather_objects, same_on_all
 from mtb_core.ranks.context import open_ranks
+from mtb_core.ranks.dynamo import avoid_dynamo_import
 from mtb_core.ranks.failures import Failure
 from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
@@ -60,6 +61,8 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
     Raises:
         BaseException: whatever failed without the ranks having agreed on it.
     """
+    if not payload.config.compile:
+        avoid_dynamo_import()
     planned = payload.planned
     if worker.restarts:
         # Ranks that are started again after a failure go on from what was saved since.
