@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import attrs
 import pytest
 
 import mtb_core
-from mtb_core import DiscoverySpecs, ObserverSpecs, Prepared, Strategy, StrategySpecs
+from mtb_core import DiscoverySpecs, ObserverSpecs, Strategy, StrategySpecs
 from mtb_core.registry.discovery import discover
 from mtb_core.registry.records import KINDS
-from mtb_core.registry.run_hooks import Hooks
 
 PAGES = ("hooks.md", "cli.md")
 
@@ -102,17 +102,20 @@ def probe_code() -> str:
         f"    @hookimpl(wrapper=True)\n    def {name}(self):\n        CALLED.append('{name}')\n        return (yield)\n"
         for name in names(StrategySpecs)
     ]
-    methods += [f"    @hookimpl\n    def {n}(self):\n        CALLED.append('{n}')\n" for n in names(ObserverSpecs)]
+    methods += [
+        f"    @hookimpl\n    def {name}(self):\n        CALLED.append('{name}')\n        return {{'probe': 1}}\n"
+        for name in names(ObserverSpecs)
+    ]
     return PROBE.format(methods="\n".join(methods))
 
 
 @pytest.mark.timeout(120)
 def test_every_run_hook_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one run with an evaluation, a stranger's plugin sees every run hook; those of checkpoints, on their own."""
+    """In a run that evaluates and saves, and one that resumes it, a stranger's plugin sees every run hook."""
     install(tmp_path, monkeypatch, probe_code())
     monkeypatch.chdir(tmp_path)
     config = mtb_core.TrainConfig(
-        steps=2,
+        until_step=2,
         warmup_steps=0,
         batch_size=2,
         seq_length=8,
@@ -123,17 +126,13 @@ def test_every_run_hook_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         device="cpu",
         eval_data="synthetic",
         eval_batches=1,
+        checkpoint_dir="checkpoints",
+        save_every=2,
         sink=(),
     )
     mtb_core.run(config, quiet=True).check()
     called = sys.modules["probe_plugin"].CALLED
     assert called.count("mtb_prepare") == called.count("mtb_close") == called.count("mtb_run_finished") == 1
     assert called.count("mtb_backward") == called.count("mtb_step_recorded") == 2
-
-    import torch
-
-    model = torch.nn.Linear(2, 2)
-    prepared = Prepared(model, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    hooks = Hooks(Strategy(), plugins={"probe": sys.modules["probe_plugin"].Probe()})
-    hooks.state_loaded(prepared, hooks.state(prepared))
+    mtb_core.run(attrs.evolve(config, until_step=3, resume="latest"), quiet=True).check()
     assert set(called) == {*names(StrategySpecs), *names(ObserverSpecs)}
