@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -173,6 +174,10 @@ def _has_computed() -> bool:
 def _start_quietly(process: BaseProcess) -> None:
     """Start with stop signals blocked, so that the worker gets those that come before it listens."""
     flush_c()
+    # A forked worker need not search what it inherits for garbage: that would copy all of it, page by page.
+    freeze = gc.get_freeze_count() == 0
+    if freeze:
+        gc.freeze()
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with warnings.catch_warnings():
@@ -181,3 +186,5 @@ def _start_quietly(process: BaseProcess) -> None:
             process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        if freeze:
+            gc.unfreeze()

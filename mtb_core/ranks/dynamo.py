@@ -195,8 +195,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,  # noqa: ARG002
+        path: Sequence[str] | None = None,  # noqa: ARG002
+        target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         """The submodule, from the real package; None for other modules."""
         if not fullname.startswith(_NAME + "."):

@@ -24,7 +24,7 @@ def caught(function, *args):
     """What calling raises, as (class name, message, rank, step)."""
     try:
         function(*args)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None)
     return None
 

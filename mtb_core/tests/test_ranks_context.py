@@ -21,6 +21,12 @@ def test_one_rank_without_group():
         assert not dist.is_initialized()
 
 
+def fail_with_a_model_alive(x):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(x).sum().backward()
+    raise ValueError("boom")
+
+
 def test_one_rank_with_group_again_and_again(monkeypatch):
     """A group of one rank in this process is closed at the end, also after an exception, and can be made again."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -30,11 +36,12 @@ def test_one_rank_with_group_again_and_again(monkeypatch):
             dist.all_reduce(x)
             assert (ctx.backend, ctx.mesh.mesh_dim_names, x.tolist()) == ("gloo", ("dp",), [1.0, 1.0])
         assert not dist.is_initialized()
-        with pytest.raises(ValueError, match="boom"), alone() as worker:
-            with open_ranks(worker, plan_for(1), device="cpu"):
-                model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-                model(x).sum().backward()
-                raise ValueError("boom")
+        with (
+            pytest.raises(ValueError, match="boom"),
+            alone() as worker,
+            open_ranks(worker, plan_for(1), device="cpu"),
+        ):
+            fail_with_a_model_alive(x)
         assert not dist.is_initialized()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
@@ -55,18 +62,24 @@ def test_two_ranks(tmp_path, monkeypatch):
 
 
 def test_nccl_needs_cuda():
-    """nccl on cpu is refused."""
-    with alone() as worker, pytest.raises(ConfigError, match="valid here: gloo"):
-        with open_ranks(worker, plan_for(1), device="cpu", backend="nccl"):
-            pass
+    """The backend nccl on cpu is refused."""
+    with (
+        alone() as worker,
+        pytest.raises(ConfigError, match="valid here: gloo"),
+        open_ranks(worker, plan_for(1), device="cpu", backend="nccl"),
+    ):
+        pass
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_missing_device():
     """Asking for cuda where there is none says what is there."""
-    with alone() as worker, pytest.raises(RunFailed, match="has 0"):
-        with open_ranks(worker, plan_for(1), device="cuda"):
-            pass
+    with (
+        alone() as worker,
+        pytest.raises(RunFailed, match="has 0"),
+        open_ranks(worker, plan_for(1), device="cuda"),
+    ):
+        pass
 
 
 def test_bad_meeting_place(monkeypatch):
