@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .api.state import module_state
     from .config import TrainConfig, load_config
     from .measure.result import Result
-    from .run import run
+    from .running import run
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ _LAZY = {
     "load_config": ".config",
     "Result": ".measure.result",
     "module_state": ".api.state",
-    "run": ".run",
+    "run": ".running",
 }
 
 __all__ = [*api.__all__, "Result", "TrainConfig", "__version__", "load_config", "module_state", "run"]

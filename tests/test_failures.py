@@ -10,7 +10,7 @@ import pytest
 
 from mtb_core import TrainConfig
 from mtb_core.measure.result import Result
-from mtb_core.run import run
+from mtb_core.running import run
 
 MODELS = Path(__file__).parent / "models" / "faulty.py"
 

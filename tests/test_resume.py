@@ -18,7 +18,7 @@ import torch
 
 from mtb_core import ConfigError, Job, Prepared, RunInfo, StepRecord, TrainConfig, hookimpl
 from mtb_core.measure.result import Result
-from mtb_core.run import run
+from mtb_core.running import run
 from mtb_core.testing.recording import RankRecord, run_recorded
 
 COMMON: dict[str, Any] = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mtb_core import RunInfo, StepRecord, TrainConfig, hookimpl
-from mtb_core.run import run
+from mtb_core.running import run
 from mtb_core.testing.recording import run_recorded
 
 MODELS = Path(__file__).parent / "models" / "faulty.py"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .values import Piece, State
 
 
 def piece(tensor: torch.Tensor) -> Piece:
     """This rank's part of `tensor`, as a live view."""
-    if not isinstance(tensor, DTensor):
+    if not hasattr(tensor, "device_mesh"):  # no DTensor; importing that class to ask takes a second
         return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local: torch.Tensor = tensor.to_local().detach()
     return Piece(local, tuple(tensor.shape), tuple(offset))

@@ -33,7 +33,7 @@ def _train(config: str | None, as_json: bool, quiet: bool, **_settings: Any) -> 
     warn_failed(registry, warn)
     registry.strategy(wanted.strategy)
 
-    from mtb_core.run import reports_here, run  # noqa: PLC0415  (imports torch; the help must not)
+    from mtb_core.running import reports_here, run  # noqa: PLC0415  (imports torch; the help must not)
 
     result = run(wanted, quiet=quiet)
     if not reports_here():

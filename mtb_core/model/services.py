@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from mtb_core.api.errors import ConfigError
@@ -29,11 +28,26 @@ def build_module(spec: ModelSpec, seed: int, device: str) -> nn.Module:
     process's own random state is left as it was.
     """
     if spec.init is not None:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoInitialisation():
             return spec.build()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return spec.build().to(device)
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Leaves out `torch.nn.init` while a module is built on ``meta``, where it computes nothing anyway.
+
+    It would not be free: torch's random operators on ``meta`` import sympy, which takes a second.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 def materialize(module: nn.Module, spec: ModelSpec, seed: int, device: str) -> nn.Module:
@@ -50,7 +64,8 @@ def materialize(module: nn.Module, spec: ModelSpec, seed: int, device: str) -> n
         return module
     if any(t.is_meta for t in _parameters_and_buffers(module)):
         ties = _tied_names(module)
-        module.to_empty(device=device)  # replaces parameters one by one, which separates tied ones
+        # As `Module.to_empty` does it: parameters are replaced one by one, which separates tied ones.
+        module._apply(functools.partial(_allocate, device=device))  # noqa: SLF001
         for first, *others in ties:
             for name in others:
                 _set_parameter(module, name, module.get_parameter(first))
@@ -77,6 +92,13 @@ def in_place(module: nn.Module, spec: ModelSpec, config: TrainConfig, device: st
     if autocast and config.precision == "bf16":
         _change_class(module, functools.partial(_autocast, device_type=torch.device(device).type))
     return module
+
+
+def _allocate(tensor: Tensor, device: str) -> Tensor:
+    if hasattr(tensor, "placements"):
+        return torch.empty_like(tensor, device=device)
+    # The same for a plain tensor; but `empty_like` of one on meta imports sympy, which takes a second.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _parameters_and_buffers(module: nn.Module) -> Iterator[Tensor]:
@@ -115,13 +137,14 @@ def _full_tensor(spec: ModelSpec, name: str, like: Tensor, seed: int) -> Tensor:
 
 def _copy_part(tensor: Tensor, full: Tensor) -> None:
     """Copy this rank's part of `full` into `tensor`."""
-    if isinstance(tensor, DTensor):
+    if hasattr(tensor, "placements"):  # a DTensor; importing the class takes seconds, which plain runs are spared
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
             full = full.narrow(dim, min(start, full.shape[dim]), size)
-        tensor.to_local().copy_(full)
-    else:
-        tensor.copy_(full)
+        tensor = tensor.to_local()
+    tensor.copy_(full)
 
 
 def _change_class(module: nn.Module, subclass: Any) -> None:

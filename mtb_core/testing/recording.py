@@ -16,7 +16,7 @@ from mtb_core.api.state import module_state
 from mtb_core.api.values import Job, Prepared, RankContext
 from mtb_core.config import TrainConfig
 from mtb_core.measure.result import Result
-from mtb_core.run import run
+from mtb_core.running import run
 
 
 @attrs.define

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import Job, Prepared, SyncMode
-from mtb_core.ckpt import catalog
-from mtb_core.ckpt.loading import Loaded
-from mtb_core.ckpt.manager import CheckpointManager
-from mtb_core.ckpt.opened import open_checkpoint
-from mtb_core.ckpt.resume import check_config, check_schedule
+from mtb_core.ckpt.layout import step_name
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.registry.run_hooks import Hooks
 
 from .schedule import learning_rate
 from .trainer import Progress
+
+if TYPE_CHECKING:
+    from mtb_core.ckpt.loading import Loaded
+    from mtb_core.ckpt.manager import CheckpointManager
 
 #: Settings that leave the training the same up to rounding: where one differs from the checkpoint's, the continuation
 #: is not bitwise that of the uninterrupted run.
@@ -50,6 +50,10 @@ def find_resume_point(resolved: ResolvedRun) -> ResumePoint | None:
     config = resolved.config
     if config.resume is None:
         return None
+    from mtb_core.ckpt import catalog  # noqa: PLC0415  (importing torch.distributed.checkpoint takes a second)
+    from mtb_core.ckpt.opened import open_checkpoint  # noqa: PLC0415
+    from mtb_core.ckpt.resume import check_config, check_schedule  # noqa: PLC0415
+
     folder = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
     path = catalog.find(folder, config.resume)
     if path is None:
@@ -90,6 +94,8 @@ class RunCheckpoints:
         self.pauses_ms: list[float] = []
         self._manager: CheckpointManager | None = None
         if self._saves or point is not None:
+            from mtb_core.ckpt.manager import CheckpointManager  # noqa: PLC0415
+
             self._manager = CheckpointManager(
                 config.checkpoint_dir if config.checkpoint_dir is not None else point.path.parent,  # type: ignore[union-attr]
                 job.ctx,
@@ -158,7 +164,7 @@ class RunCheckpoints:
     def runtime(self) -> dict[str, Any]:
         """The part of a result's ``runtime`` that is about checkpoints."""
         config, manager = self._job.config, self._manager
-        latest = None if manager is None else catalog.newest(manager.folder)
+        ready = [] if manager is None else manager.ready_steps()
         last = None if manager is None else manager.last_published
         return {
             "resumed": self.loaded is not None,
@@ -166,8 +172,8 @@ class RunCheckpoints:
             "resume_deterministic": self.deterministic,
             "resume_determinism_reason": self.reason,
             "last_checkpoint": None if last is None else last.name,
-            "latest_checkpoint": None if latest is None else latest.name,
-            "ready_checkpoints": [] if manager is None else manager.ready_steps(),
+            "latest_checkpoint": step_name(ready[-1]) if ready else None,
+            "ready_checkpoints": ready,
             "keep_last": config.keep_last,
             "checkpoint_dir": config.checkpoint_dir,
         }
