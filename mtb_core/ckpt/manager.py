@@ -71,7 +71,8 @@ class CheckpointManager:
             self.folder, self.ctx, self._group, keep_last=keep_last, keep_every=keep_every, fault_point=fault_point
         )
         self._in_flight: _Flight | None = None
-        self._deterministic: tuple[bool, str | None] = (True, None)
+        #: Whether this training is the original one to the bit, and why not; goes into every checkpoint.
+        self.determinism: tuple[bool, str | None] = (True, None)
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +158,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         self.finish()
-        deterministic, reason = self._deterministic
+        deterministic, reason = self.determinism
         request = Request(
             step=step,
             meta={**(meta or {}), "deterministic": deterministic, "determinism_reason": reason},
@@ -221,7 +222,7 @@ class CheckpointManager:
         """Fill the pieces of `state` from the checkpoint at `path`, and return everything else it holds.
 
         The digests of all files are checked first, shared out among the ranks. Afterwards, saves by this manager
-        carry on the checkpoint's statement on determinism.
+        carry on the checkpoint's statement on determinism (`determinism`).
 
         Raises:
             RunFailed, DamagedCheckpoint: on all ranks: damaged, keys missing, unexpected or of another shape or
@@ -229,7 +230,7 @@ class CheckpointManager:
                 may be partly filled.
         """
         loaded = load_checkpoint(Path(path), state, self.ctx, self._group, allow_missing_rng=allow_missing_rng)
-        self._deterministic = (loaded.deterministic, loaded.determinism_reason)
+        self.determinism = (loaded.deterministic, loaded.determinism_reason)
         return loaded
 
     def ready_steps(self) -> list[int]:

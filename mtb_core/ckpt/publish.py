@@ -85,8 +85,7 @@ def publish(workspace: Workspace, folder: Path, manifest: Manifest, fault_point:
         Its path. ``latest`` names it and both are durable.
 
     Raises:
-        OSError: nothing was published, and what was there before is there still; except after ``latest`` was
-            replaced, when only the durability of that is in doubt.
+        OSError: nothing was published, and what was there before is there still.
     """
     final = folder / step_name(manifest.step)
     text = manifest.to_bytes()
@@ -113,11 +112,14 @@ def publish(workspace: Workspace, folder: Path, manifest: Manifest, fault_point:
             files.sync_folder(folder)
         raise
     fault_point("latest-replaced")
-    files.sync_folder(folder)
-    fault_point("latest-synced")
-    if replaced:
-        _put_aside(workspace.path)
-        fault_point("replaced-removed")
+    try:  # the checkpoint is complete and durable: what fails from here on is worth a warning, not a failed save
+        files.sync_folder(folder)
+        fault_point("latest-synced")
+        if replaced:
+            _put_aside(workspace.path)
+            fault_point("replaced-removed")
+    except OSError as error:
+        log.warning("%s is complete, but tidying up after it failed: %s: %s.", final, error.filename, error.strerror)
     return final
 
 

@@ -151,7 +151,6 @@ class Saver:
         advice = f"The earlier checkpoints in {self._folder} are as they were."
         try:
             written = self._group.together(what, lambda: self._write(snapshot), advice=advice)
-            self._fault_point("agreed")
             paths = self._group.together(what, lambda: self._publish(snapshot, written), advice=advice)
         except BaseException:
             if self._ctx.rank == 0:
@@ -195,6 +194,7 @@ class Saver:
 
     def _publish(self, snapshot: Snapshot, written: Sequence[Mapping[str, FileEntry]]) -> Path | None:
         """On rank 0: everything from the manifest to pruning."""
+        self._fault_point("agreed")
         if self._ctx.rank:
             return None
         listed: dict[str, FileEntry] = {}

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from mtb_core.api.errors import ConfigError
-
 from . import files
 from .layout import LEGACY_MANIFEST, METADATA, SMALL_FILE_BYTES, DamagedCheckpoint
 from .opened import RNG_BYTES, Opened, read_entries, read_json
@@ -102,19 +100,3 @@ def legacy_rng(path: Path, rank: int) -> Mapping[str, Any]:
         raise DamagedCheckpoint(path, name, "it is missing") from error
     except Exception as error:
         raise DamagedCheckpoint(path, name, f"it cannot be read ({type(error).__name__})") from error
-
-
-def sync_mode_of(version: int, values: Mapping[str, Any], asked: str) -> str | None:
-    """The gradient sync mode that a resumed run must use; None leaves it to the configuration.
-
-    Raises:
-        ConfigError: format 1, which always synchronised at every micro-batch, with an explicit ``--gradient-sync-mode``.
-    """
-    if version != 1:
-        return None
-    if asked != "auto":
-        raise ConfigError(
-            f"--gradient-sync-mode {asked} cannot be chosen for a checkpoint of format 1: it does not record its mode, "
-            "and such runs synchronised at every micro-batch. Leave the option out to go on like that."
-        )
-    return str(values["gradient_sync_mode"])
