@@ -6,9 +6,6 @@ sharding and accumulation do not change it.
 
 from __future__ import annotations
 
-#: The convention in results, where a model offers it: the published definition of MFU.
-DEFAULT_CONVENTION = "palm"
-
 # Peak dense FLOP/s by device name, in TFLOP/s: (all of these words in the name, bf16 tensor cores, fp32 without
 # tensor cores). Without sparsity, at boost clock, from NVIDIA's data sheets; see docs/model.md. The first match counts.
 _PEAKS: tuple[tuple[tuple[str, ...], float, float], ...] = (

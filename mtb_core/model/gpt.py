@@ -19,10 +19,12 @@ from mtb_core.config.schema import TrainConfig
 
 from .flops import decoder_flops_per_token
 
-#: Standard deviation of the embeddings.
+#: Standard deviation of the embeddings at the start.
 EMBEDDING_STD = 0.02
-#: Standard deviation of the logits at the start; together with ln(vocabulary) it fixes the first loss.
+#: Standard deviation of the logits at the start: it raises the first loss over ln(vocabulary) by half its square.
 LOGIT_STD = 0.1
+#: With tied embeddings: bound of the logit that a position gives its own token at the start.
+OWN_LOGIT = 0.4
 
 _PARALLEL_STYLE = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
 
@@ -36,9 +38,11 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Raises ValueError where T is larger than the number of positions."""
-        length = x.shape[1]
-        if length > self.weight.shape[0]:
-            raise ValueError(f"The model has {self.weight.shape[0]} positions; got a sequence of {length} tokens.")
+        length, available = x.shape[1], self.weight.shape[0]
+        if length == available:
+            return x + self.weight
+        if length > available:
+            raise ValueError(f"The model has {available} positions; got a sequence of {length} tokens.")
         return x + self.weight[:length]
 
 
@@ -157,18 +161,20 @@ def _initialise(
 ) -> None:
     """Fill one full parameter so that the first loss is close to ln(vocabulary), whatever the size.
 
-    Matrices of the blocks have deviation 0.5 / sqrt(d) (GPT-2's 0.02 at its width), those that write to the residual
-    stream are divided by sqrt(2 L) as in GPT-2. Inputs of the output layer have unit variance, so its deviation
-    LOGIT_STD / sqrt(d) gives the logits LOGIT_STD. A tied output layer has the embedding's deviation, and the logit
-    of a position's own token grows to d * EMBEDDING_STD; there the final norm starts with a small gain instead.
+    Matrices of the blocks have deviation 0.5 / sqrt(d) (GPT-2's 0.02 at its width); those that write to the residual
+    stream are divided by sqrt(2 L), as in GPT-2. The output layer sees inputs of unit variance, so its deviation
+    LOGIT_STD / sqrt(d) gives the logits LOGIT_STD. Where it is tied to the token embedding of deviation s, a position
+    that holds this embedding beside a position's vector of deviation p has the logit d s^2 / p for its own token.
+    Text repeats itself, so this shows in the loss; s is chosen to keep it at OWN_LOGIT.
     """
     layer = name.removesuffix(".weight").rpartition(".")[2]
-    if layer in ("norm1", "norm2"):
+    if layer in ("norm", "norm1", "norm2"):
         tensor.fill_(1.0)
-    elif layer == "norm":
-        tensor.fill_(min(1.0, LOGIT_STD / (d_model * EMBEDDING_STD)) if tied else 1.0)
-    elif layer in ("tokens", "positions"):
+    elif layer == "positions":
         tensor.normal_(0.0, EMBEDDING_STD, generator=generator)
+    elif layer == "tokens":
+        own = math.sqrt(OWN_LOGIT * EMBEDDING_STD / d_model)
+        tensor.normal_(0.0, min(EMBEDDING_STD, own) if tied else EMBEDDING_STD, generator=generator)
     elif layer == "head":
         tensor.normal_(0.0, LOGIT_STD / math.sqrt(d_model), generator=generator)
     else:
