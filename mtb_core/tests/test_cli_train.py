@@ -43,9 +43,9 @@ def ran(monkeypatch):
                 loss=float("nan"),
             )
 
-        fake = types.ModuleType("mtb_core.run")
+        fake = types.ModuleType("mtb_core.running")
         fake.run, fake.reports_here = run, lambda: reports
-        monkeypatch.setitem(sys.modules, "mtb_core.run", fake)
+        monkeypatch.setitem(sys.modules, "mtb_core.running", fake)
         return main(["train", *arguments])
 
     run_train.calls = calls
