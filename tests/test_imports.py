@@ -21,7 +21,7 @@ COLUMNS = (
     {"api"},
     {"registry", "config", "ranks", "model", "data"},
     {"train", "ckpt", "measure", "launch"},
-    {"run"},
+    {"running"},
     {"cli", "testing"},
     {"__main__"},
 )
