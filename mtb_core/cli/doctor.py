@@ -107,7 +107,7 @@ def check_torch() -> DoctorResult:
             ok=False, detail=f"torch {torch.__version__} is built without torch.distributed; use another"
         )
     weight = torch.ones(2, 2, requires_grad=True)
-    (weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
+    (weight @ weight).sum().backward()
     return DoctorResult(ok=True, detail=f"{torch.__version__}, {torch.get_num_threads()} threads")
 
 
@@ -120,7 +120,7 @@ def check_gloo() -> DoctorResult:
         return DoctorResult(ok=False, detail=f"torch {torch.__version__} is built without gloo; use another")
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     where = f"interface {interface} (GLOO_SOCKET_IFNAME)" if interface else "the loopback address"
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     sums: list[float] = []
     errors: list[str] = []
 

@@ -50,7 +50,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 
 
-class CountCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped
+class CountCollectives(TorchDispatchMode):
     """Counts every collective that this rank issues inside the ``with`` block, those of autograd hooks included.
 
     DDP's buckets and FSDP's gathers, which are issued from C++ or from hooks, are seen as well. The mode costs some

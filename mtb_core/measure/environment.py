@@ -251,8 +251,8 @@ def _libraries() -> dict[str, str]:
 def _cuda() -> dict[str, Any]:
     import torch  # noqa: PLC0415
 
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None  # type: ignore[no-untyped-call]
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.version.cuda,
