@@ -69,7 +69,7 @@ def imported(path: Path, *, within: Path = ROOT) -> Iterator[tuple[int, str]]:
 
 
 def part_of(name: str) -> str | None:
-    """The part of core that an imported name is in; names of `mtb_core` itself are the contract's, or stand for run."""
+    """The part of core that an imported name is in; names of `mtb_core` itself are the contract's, or stand for running."""
     words = name.split(".")
     if words[0] != "mtb_core":
         return None
