@@ -135,8 +135,8 @@ def _full_tensor(spec: ModelSpec, name: str, like: Tensor, seed: int) -> Tensor:
     return full
 
 
-def _copy_part(tensor: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full` into `tensor`."""
+def _copy_part(tensor: Any, full: Tensor) -> None:
+    """Copy this rank's part of `full` into `tensor`, plain or sharded."""
     if hasattr(tensor, "placements"):  # a DTensor; importing the class takes seconds, which plain runs are spared
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 

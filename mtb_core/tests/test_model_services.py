@@ -218,6 +218,7 @@ def test_a_module_without_blocks_is_compiled_as_a_whole():
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("default")  # torch's compiler warns about what it does itself
 def test_compiled_blocks_compute_the_same():
     """Compiled, with and without checkpointing, loss and gradients equal the eager ones up to rounding."""
     spec = gpt_spec(config())
