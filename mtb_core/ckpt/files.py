@@ -198,7 +198,7 @@ def read_small(folder: Path, relative: str, limit: int) -> bytes:
         size = os.fstat(descriptor).st_size
         if size > limit:
             raise ValueError(f"it has {size} bytes; at most {limit} are expected")
-        return file.read(limit)
+        return file.read(size)  # not the limit: a buffer of that size would be allocated
 
 
 def digest_bytes(data: bytes) -> str:

@@ -11,6 +11,8 @@ import attrs
 from mtb_core.api.errors import MtbError, RunFailed
 from mtb_core.api.values import Layout, RankContext, World
 
+from .layout import DamagedCheckpoint
+
 T = TypeVar("T")
 
 
@@ -24,6 +26,8 @@ class Trouble:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Trouble:
         """From an exception; path and errno of an `OSError` are spelled out."""
+        if isinstance(error, DamagedCheckpoint):
+            return cls(rank, f"{error.file}: {error.problem}")
         if isinstance(error, MtbError):
             return cls(rank, str(error).removesuffix("."))
         if isinstance(error, OSError) and error.errno is not None:

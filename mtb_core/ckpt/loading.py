@@ -16,7 +16,7 @@ from mtb_core.api.values import Piece, RankContext, State
 from . import files
 from .dtypes import carrier
 from .group import SaverGroup
-from .layout import dump_json
+from .layout import RNG_FOLDER, dump_json
 from .opened import Opened, open_checkpoint, read_rng
 from .rng import reseed, restore_rng
 from .tensors import TensorFiles
@@ -66,15 +66,16 @@ def load_checkpoint(
 ) -> Loaded:
     """See `CheckpointManager.load`."""
     what = f"The checkpoint {path} cannot be resumed"
-    opened = group.agreed(what, lambda: open_checkpoint(path))
+    advice = f"Resume from another one; `mtb checkpoint verify {path}` lists everything that is wrong with it."
+    opened = group.agreed(what, lambda: open_checkpoint(path), advice=advice)
     everyone = group.gather((files.digest_bytes(dump_json(dict(opened.values))), [*state.pieces]))
     if any(digest != everyone[0][0] for digest, _ in everyone):
         raise RunFailed(f"{what}: the ranks see different files there; all ranks need one shared folder.")
     wanted = {key for _, keys in everyone for key in keys}
     group.agreed(what, lambda: check_keys(opened, state, wanted))
-    group.agreed(what, lambda: _check_share(opened, ctx))
+    group.agreed(what, lambda: _check_share(opened, ctx, random_too=not allow_missing_rng), advice=advice)
     rng, origin, reason = _random_state(opened, ctx, group, allow_missing=allow_missing_rng)
-    group.agreed(what, lambda: _fill(opened, state))
+    group.agreed(what, lambda: _fill(opened, state), advice=advice)
     values, stated = opened.values, (bool(opened.values["deterministic"]), opened.values["determinism_reason"])
     deterministic, why = (False, reason) if reason else stated
     return Loaded(path, opened.version, values, opened.sections, rng, origin, deterministic, why)
@@ -120,10 +121,11 @@ def _names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _check_share(opened: Opened, ctx: RankContext) -> None:
+def _check_share(opened: Opened, ctx: RankContext, *, random_too: bool) -> None:
     """Digests of this rank's share of the files, so that each file is read once for it in all."""
     if opened.manifest is not None:
-        opened.check_files(sorted(opened.manifest.files)[ctx.rank :: ctx.world_size])
+        names = [name for name in sorted(opened.manifest.files) if random_too or not name.startswith(RNG_FOLDER + "/")]
+        opened.check_files(names[ctx.rank :: ctx.world_size])
 
 
 def _random_state(
@@ -139,8 +141,8 @@ def _random_state(
     except RunFailed as error:
         if not allow_missing:
             raise RunFailed(
-                f"{error} Its random state can be given up with --allow-missing-rng; the run then does not continue "
-                "bit for bit.",
+                f"{error} Its random state can be given up with --allow-missing-rng; the run then does not continue bit "
+                "for bit.",
                 rank=error.rank,
             ) from error
         if ctx.rank == 0:

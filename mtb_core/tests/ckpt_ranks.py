@@ -47,7 +47,9 @@ def _run(world, function, args, store, timeout, expect):
         for receive, process in zip(ends, processes, strict=True):
             try:
                 assert receive.poll(timeout), "a rank hangs"
-                results.append(pickle.loads(receive.recv_bytes()))  # plain pickle: no shared memory that ends with a rank
+                results.append(
+                    pickle.loads(receive.recv_bytes())
+                )  # plain pickle: no shared memory that ends with a rank
             except EOFError:
                 process.join()
                 results.append(process.exitcode)

@@ -226,7 +226,9 @@ def test_failure_on_one_rank(tmp_path, where, asynchronous):
     assert results[0] == results[1]
     message, rank = results[0]
     assert rank == 1
-    expected = "ZeroDivisionError: in the writer" if where == "stage" else "/somewhere: No space left on device (errno 28)"
+    expected = (
+        "ZeroDivisionError: in the writer" if where == "stage" else "/somewhere: No space left on device (errno 28)"
+    )
     assert message == (
         f"The checkpoint of step 2 was not saved: rank 1: {expected}. "
         f"The earlier checkpoints in {tmp_path} are as they were."

@@ -14,7 +14,9 @@ from mtb_core.ckpt.metadata import Chunk, TensorEntry, check_tiling, parse_metad
 
 ENTRIES = {
     "model/w": TensorEntry(
-        "float32", (4, 3), (Chunk((0, 0), (2, 3), "__0_0.distcp", 0, 900), Chunk((2, 0), (2, 3), "__1_0.distcp", 64, 900))
+        "float32",
+        (4, 3),
+        (Chunk((0, 0), (2, 3), "__0_0.distcp", 0, 900), Chunk((2, 0), (2, 3), "__1_0.distcp", 64, 900)),
     ),
     "model/scale": TensorEntry("bfloat16", (), (Chunk((), (), "__0_0.distcp", 1024, 800),)),
 }

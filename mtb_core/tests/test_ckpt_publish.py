@@ -8,12 +8,12 @@ import textwrap
 
 import pytest
 
+from mtb_core.api.errors import RunFailed
 from mtb_core.ckpt import files, publish
 from mtb_core.ckpt.catalog import is_ready, list_steps, newest, read_latest
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.manifest import read_manifest
 from mtb_core.ckpt.verify import verify_checkpoint
-from mtb_core.api.errors import RunFailed
 
 from .ckpt_ranks import FORK, Training, saved
 
@@ -208,7 +208,21 @@ def test_order_of_durability(tmp_path):
     log = tmp_path / "log"
     calls = "trace=openat,fsync,rename,renameat2,mkdir,close,unlink"
     subprocess.run(
-        ["strace", "-f", "-y", "-s", "200", "-e", calls, "-o", log, sys.executable, "-c", textwrap.dedent(TRACED), tmp_path / "c"],
+        [
+            "strace",
+            "-f",
+            "-y",
+            "-s",
+            "200",
+            "-e",
+            calls,
+            "-o",
+            log,
+            sys.executable,
+            "-c",
+            textwrap.dedent(TRACED),
+            tmp_path / "c",
+        ],
         check=True,
     )
     events = []

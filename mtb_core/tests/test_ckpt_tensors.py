@@ -182,5 +182,8 @@ def test_truncated_file(tmp_path):
     """A file that ends too early is named."""
     entries = write(tmp_path, {"w": torch.ones(100)})
     os.truncate(tmp_path / "__0_0.distcp", 200)
-    with TensorFiles(tmp_path, entries) as files, pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp: it is too short"):
+    with (
+        TensorFiles(tmp_path, entries) as files,
+        pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp: it is too short"),
+    ):
         files.check_all()

@@ -1,0 +1,193 @@
+"""Tests of mtb_core.ckpt.verify and of what resuming refuses: FR-26, each defect on a copy of a good checkpoint."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from mtb_core.api.errors import RunFailed
+from mtb_core.ckpt import files
+from mtb_core.ckpt.catalog import is_ready
+from mtb_core.ckpt.manager import CheckpointManager
+from mtb_core.ckpt.manifest import ready_text
+from mtb_core.ckpt.verify import verify_checkpoint
+
+from .ckpt_ranks import Training, run_ranks
+
+
+def two_ranks(rank, folder):
+    training = Training(rank)
+    with CheckpointManager(folder) as manager:
+        manager.preflight()
+        training.step()
+        training.save(manager)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A checkpoint of two ranks."""
+    folder = tmp_path_factory.mktemp("good")
+    run_ranks(2, two_ranks, folder)
+    return folder / "step_00000001"
+
+
+@pytest.fixture
+def copy(good, tmp_path):
+    """A copy of it to damage."""
+    return shutil.copytree(good, tmp_path / good.name)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def append(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def edit(path, change):
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+
+
+def resealed(path, change):
+    """Edit the manifest, and make READY fit: a forger, not an accident."""
+    edit(path / "manifest.json", change)
+    (path / "READY").write_bytes(ready_text(files.digest_bytes((path / "manifest.json").read_bytes())))
+
+
+def swap(path):
+    one, other = path / "rng/rank_00000.json", path / "rng/rank_00001.json"
+    assert one.stat().st_size == other.stat().st_size
+    one.rename(path / "x")
+    other.rename(one)
+    (path / "x").rename(other)
+
+
+def linked(path, name, target):
+    (path / name).unlink()
+    (path / name).symlink_to(target)
+
+
+def folder_linked(path):
+    shutil.copytree(path / "rng", path.parent / "elsewhere")
+    shutil.rmtree(path / "rng")
+    (path / "rng").symlink_to(path.parent / "elsewhere")
+
+
+DEFECTS = {
+    "flipped bit": ("__0_0.distcp", lambda p: flip(p / "__0_0.distcp")),
+    "flipped bit of another rank": ("__1_0.distcp", lambda p: flip(p / "__1_0.distcp")),
+    "truncated": ("__1_0.distcp", lambda p: os.truncate(p / "__1_0.distcp", (p / "__1_0.distcp").stat().st_size - 1)),
+    "appended": ("__0_0.distcp", lambda p: append(p / "__0_0.distcp")),
+    "swapped": ("rng/rank_00000.json", swap),
+    "missing": ("__0_0.distcp", lambda p: (p / "__0_0.distcp").unlink()),
+    "missing index": (".metadata", lambda p: (p / ".metadata").unlink()),
+    "missing manifest": ("manifest.json", lambda p: (p / "manifest.json").unlink()),
+    "missing READY": ("READY", lambda p: (p / "READY").unlink()),
+    "empty READY": ("READY", lambda p: (p / "READY").write_text("")),
+    "edited manifest": ("manifest.json", lambda p: edit(p / "manifest.json", lambda m: m.update(samples_seen=999))),
+    "edited state": ("state.json", lambda p: edit(p / "state.json", lambda s: s["train_state"].update(global_step=9))),
+    "a link to a copy": (
+        "__0_0.distcp",
+        lambda p: linked(p, "__0_0.distcp", shutil.copy(p / "__0_0.distcp", p.parent)),
+    ),
+    "a linked folder": ("rng/rank_00000.json", folder_linked),
+    "forged: no digests": ("manifest.json", lambda p: resealed(p, lambda m: m.pop("files"))),
+    "forged: a null digest": (
+        "manifest.json",
+        lambda p: resealed(p, lambda m: m["files"]["state.json"].update(digest=None)),
+    ),
+    "forged: a shard unlisted": ("__1_0.distcp", lambda p: resealed(p, lambda m: m["files"].pop("__1_0.distcp"))),
+    "forged: leaves the folder": (
+        "manifest.json",
+        lambda p: resealed(p, lambda m: m["files"].update({"../x": m["files"]["state.json"]})),
+    ),
+    "forged: another algorithm": ("manifest.json", lambda p: resealed(p, lambda m: m.update(digest_algorithm="none"))),
+    "forged: newer format": ("manifest.json", lambda p: resealed(p, lambda m: m.update(format_version=4))),
+    "forged: huge world": ("manifest.json", lambda p: resealed(p, lambda m: m.update(world_size=10**12))),
+    "a key twice": ("manifest.json", lambda p: resealed_text(p, '{"step": 1, "step": 2}')),
+    "not JSON": ("manifest.json", lambda p: resealed_text(p, '{"step": NaN}')),
+    "nested JSON": ("manifest.json", lambda p: resealed_text(p, "[" * 100_000)),
+}
+
+
+def resealed_text(path, text):
+    (path / "manifest.json").write_text(text)
+    (path / "READY").write_bytes(ready_text(files.digest_bytes(text.encode())))
+
+
+def test_clean(good):
+    """An undamaged checkpoint has no problems, also where it cannot be written to."""
+    found = verify_checkpoint(good)
+    assert (found.ok, found.step, found.files) == (True, 1, 7)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects(copy, defect):
+    """Each defect is found, and its file named; resuming refuses it too."""
+    file, damage = DEFECTS[defect]
+    damage(copy)
+    found = verify_checkpoint(copy)
+    assert not found.ok
+    assert file in [p.file for p in found.problems] or any(file in p.problem for p in found.problems)
+    with pytest.raises(RunFailed, match="cannot be resumed"):
+        CheckpointManager(copy.parent).load(copy, Training().state())
+
+
+@pytest.mark.parametrize("extra", ["more.json", "rng/rank_00002.json", "__2_0.distcp", "folder", "link"])
+def test_extra(copy, extra):
+    """Whatever the manifest does not list is named."""
+    if extra == "folder":
+        (copy / extra).mkdir()
+    elif extra == "link":
+        (copy / extra).symlink_to("/")
+    else:
+        (copy / extra).touch()
+    assert [p.file for p in verify_checkpoint(copy).problems] == [extra]
+
+
+def test_swapped_shards(tmp_path):
+    """Two equally long files of tensors that changed places are both named."""
+    manager = CheckpointManager(tmp_path, asynchronous=False)
+    manager.preflight()
+    for step in (1, 2):
+        training = Training(seed=step)
+        training.done = step
+        training.save(manager)
+    one, other = (tmp_path / f"step_0000000{s}" / "__0_0.distcp" for s in (1, 2))
+    assert one.stat().st_size == other.stat().st_size
+    one.rename(tmp_path / "x")
+    other.rename(one)
+    (tmp_path / "x").rename(other)
+    for path in (one, other):
+        assert [p.file for p in verify_checkpoint(path.parent).problems] == ["__0_0.distcp"]
+
+
+def test_partial_folders_are_not_ready(copy):
+    """FR-18: a folder without a fitting READY is not a checkpoint, and verification says so."""
+    (copy / "READY").write_text("something else\n")
+    assert not is_ready(copy)
+    assert not verify_checkpoint(copy).ok
+
+
+def test_bytes_entries_are_refused(copy):
+    """An index with entries that need unpickling, however well sealed, is refused by verify and resume."""
+    import pickle
+
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    metadata.state_dict_metadata["evil"] = BytesStorageMetadata()
+    data = pickle.dumps(metadata)
+    (copy / ".metadata").write_bytes(data)
+    seal = {"size": len(data), "digest": files.digest_bytes(data)}
+    resealed(copy, lambda m: m["files"].update({".metadata": seal}))
+    [problem] = verify_checkpoint(copy).problems
+    assert (problem.file, problem.problem) == (".metadata", "it has entries that are not tensors: evil")
+    with pytest.raises(RunFailed, match="entries that are not tensors: evil"):
+        CheckpointManager(copy.parent).load(copy, Training().state())
