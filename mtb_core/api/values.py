@@ -145,9 +145,9 @@ class ModelSpec:
 
     Attributes:
         build: makes the module, on whatever ``torch.device`` context is active (core uses ``meta`` if `init` is set).
-        init: ``init(name, tensor, generator)`` fills the full tensor of one parameter or persistent buffer in place;
+        init: ``init(name, tensor, generator)`` fills the full tensor of one parameter or buffer in place, all of it;
             weights then depend on (seed, name) only. None: the module's own initialisation under the run's seed.
-        loss: ``loss(output, targets)``: SUM over valid tokens, a scalar. None: see `mtb_core.model.spec`.
+        loss: ``loss(output, targets)``: SUM over valid tokens, a scalar. None: see `mtb_core.model.loss`.
         blocks: qualified names of the repeated blocks: the units of activation checkpointing, sharding, compilation.
         tensor_parallel: module name to ``"colwise"``, ``"rowwise"`` or None.
         flops_per_token: model FLOPs of forward and backward for one token, by convention name

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,3 +174,14 @@ def test_importing_spec_imports_no_torch():
     """The parent can check a model's name without torch."""
     code = "import sys, mtb_core.model.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_documented_example_is_a_model(load):
+    """The example in ``docs/model.md`` loads, has blocks, and gives logits."""
+    page = Path(__file__).parents[2] / "docs" / "model.md"
+    if not page.exists():
+        pytest.skip("the documentation is not beside the package")
+    example = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    spec = load("net", example, name="documented.py", vocab_size=7, d_model=4)
+    assert len(spec.blocks) == 4
+    assert spec.build()(torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 7)
