@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import attrs
 from mtb_core.api.values import World
 from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
+from mtb_core.launch.logs import rank_log
 from mtb_core.launch.worker import Worker, alone, attach, external_launcher, world_of
-from mtb_core.measure.environment import environment, provenance
+from mtb_core.measure.environment import environment, provenance, redact
 from mtb_core.measure.result import Result
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.network import check_network
@@ -50,13 +52,10 @@ def run(
     several_nodes = config.max_nodes > 1
     folder = None if external or several_nodes else make_run_folder(planned)
     payload = Payload(config, folder, tuple(sys.argv), dict(plugins or {}), planned)
-    with Display(quiet=quiet) as display:
-        if external:
-            result = _run_here(payload, planned, display, external=True)
-        elif world.size == 1 and not several_nodes and not config.max_restarts:
-            result = _run_here(payload, planned, display, external=False)
-        else:
-            result = _launch(payload, planned, display)
+    here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
+    with Display(quiet=quiet, redirect=here) as display:
+        run_it = partial(_run_here, external=external) if here else _launch
+        result = run_it(payload, planned, display)
     if config.output is not None and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
@@ -84,7 +83,12 @@ def _run_here(payload: Payload, planned: Planned, display: Display, *, external:
         except Exception as error:
             if external or payload.config.debug:
                 raise
-            return _failed(payload, planned, failure_of(error, worker.rank), "failed", 0)
+            failure = failure_of(error, worker.rank)
+            if payload.folder is not None:
+                log = rank_log(payload.folder / "logs", worker.rank)
+                log.parent.mkdir(exist_ok=True)
+                log.write_text(failure.traceback, encoding="utf-8")
+            return _failed(payload, planned, failure, "failed", 0)
 
 
 def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
@@ -106,11 +110,17 @@ def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
             log_dir=log_dir,
             on_line=display.line,
             on_progress=display.progress,
+            on_restart=partial(_tell_restart, display),
+            debug=config.debug,
         )
     )
     if outcome.values:
         return Result.from_json(next(iter(outcome.values.values())))
     return _failed(payload, planned, outcome.failure, outcome.exit_reason, outcome.restarts)
+
+
+def _tell_restart(display: Display, failure: Failure, restarts: int) -> None:
+    display.warning(f"{failure} Starting all ranks again (restart {restarts}).")
 
 
 def _failed(
@@ -122,10 +132,14 @@ def _failed(
 ) -> Result:
     """The result of a run that could not report one itself; what the metrics lines tell is kept."""
     last = _last_metrics(payload.folder)
+    shown = failure_fields(failure)
+    if shown is not None and failure is not None and failure.traceback and not failure.expected:
+        folder = "logs" if payload.folder is None else redact(str(payload.folder / "logs"))
+        shown["text"] += f" The traceback is at the end of {rank_log(Path(folder), failure.rank or 0)}."
     result = Result(
         **base_fields(planned.resolved, payload.folder),
         exit_reason=exit_reason,
-        failure=failure_fields(failure),
+        failure=shown,
         loss=last.get("loss"),
         global_step=last.get("global_step", 0),
         samples_seen=last.get("samples_seen", 0),

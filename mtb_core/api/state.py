@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from .values import Piece, State
 
 
-def piece(tensor: torch.Tensor) -> Piece:
+def piece(tensor: Any) -> Piece:
     """This rank's part of `tensor`, as a live view."""
     if not hasattr(tensor, "device_mesh"):  # no DTensor; importing that class to ask takes a second
         return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())

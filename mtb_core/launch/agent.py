@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -21,6 +22,7 @@ from mtb_core.api.values import World
 from mtb_core.ranks.failures import Failure, first_cause
 
 from .child import Start
+from .logs import rank_log
 from .meeting import OneNode, many_nodes
 from .processes import WorkerProcess, pick_method, wait_for_news
 
@@ -105,7 +107,7 @@ class Agent(SimpleElasticAgent):
                     attempt=attempt,
                     environment=self._environment(worker_group, worker),
                     launcher=os.getpid(),
-                    log=self._launch.log_dir / f"rank_{worker.global_rank:05d}.log",
+                    log=rank_log(self._launch.log_dir, worker.global_rank),
                     report=report,
                     progress=progress,
                 )
@@ -191,8 +193,19 @@ class Agent(SimpleElasticAgent):
         """End what is left at once: workers that were to leave in order have done so before."""
         self._end_workers()
         for worker in self._workers:
+            self._keep_traceback(worker)
             worker.close()
         self._workers.clear()
+
+    def _keep_traceback(self, worker: WorkerProcess) -> None:
+        """At the end of the rank's log, where it is not in the way of the message for people."""
+        if worker.failure is None or not worker.failure.traceback:
+            return
+        with suppress(OSError), rank_log(self._launch.log_dir, worker.rank).open("a", encoding="utf-8") as file:
+            file.write(worker.failure.traceback)
+        if self._launch.debug and self._launch.on_line is not None:
+            for line in worker.failure.traceback.splitlines():
+                self._launch.on_line(worker.rank, line)
 
     def _end_workers(self) -> None:
         for worker in self._workers:

@@ -98,7 +98,6 @@ def _run(start: Start, stop: StopFlag) -> bytes:
         failure = failure_of(error, start.rank)
         if failure.kind == "exit code 0":
             return pickle.dumps(Report(stop=stop.requested))
-        sys.stderr.write(failure.traceback)
         return pickle.dumps(Report(failure=failure, stop=stop.requested))
 
 

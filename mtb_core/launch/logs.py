@@ -9,6 +9,11 @@ _CHUNK = 1 << 18
 _LONGEST = 1 << 16
 
 
+def rank_log(folder: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
+    return folder / f"rank_{rank:05d}.log"
+
+
 class Tail:
     """Reads what is appended to a file, a whole line at a time.
 

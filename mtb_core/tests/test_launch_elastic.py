@@ -212,6 +212,9 @@ def test_spawn(tmp_path):
 def ddp_step(_payload, worker):
     import torch
 
+    from mtb_core.ranks.dynamo import avoid_dynamo_import
+
+    avoid_dynamo_import()
     with open_ranks(worker, plan_for(2), device="cpu"):
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
         model(torch.ones(2, 4)).sum().backward()
