@@ -27,7 +27,7 @@ _LAZY = {
     "run": ".running",
 }
 
-__all__ = [*api.__all__, "Result", "TrainConfig", "__version__", "load_config", "module_state", "run"]
+__all__ = [*api.__all__, "Result", "TrainConfig", "__version__", "load_config", "module_state", "run"]  # noqa: PLE0604  (they are strings)
 
 
 def __getattr__(name: str) -> Any:

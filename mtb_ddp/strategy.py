@@ -55,7 +55,7 @@ class DDPStrategy(Strategy):
 
     def gradients(self, prepared: Prepared) -> Sequence[Shards]:
         """All gradients, the same on every rank."""
-        tensors = [p.grad for p in prepared.core.parameters() if p.grad is not None]
+        tensors = [p.grad for p in prepared.trainable if p.grad is not None]
         return [Shards(tensors, copies=prepared.engine.replicas)]
 
     def state(self, prepared: Prepared) -> State:

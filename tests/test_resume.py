@@ -19,6 +19,7 @@ import torch
 from mtb_core import ConfigError, Job, Prepared, RunInfo, StepRecord, TrainConfig, hookimpl
 from mtb_core.measure.result import Result
 from mtb_core.running import run
+from mtb_core.testing.drills import SignalAt
 from mtb_core.testing.recording import RankRecord, run_recorded
 
 COMMON: dict[str, Any] = {
@@ -133,7 +134,7 @@ class Draws:
     @hookimpl
     def mtb_step_recorded(self, record: StepRecord) -> None:
         for _ in range(1 + self._rank):
-            drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+            drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
         self._drawn.append(drawn)
 
     @hookimpl
@@ -189,23 +190,6 @@ def test_latest_never_starts_anew(tmp_path: Path) -> None:
     result, _ = run_recorded(TrainConfig(**values, resume="auto"), tmp_path / "out")
     assert result.global_step == 2
     assert result.runtime["resumed"] is False
-
-
-class SignalAt:
-    """Sends `number` to its own process on rank `rank` when step `step` was recorded, `times` times."""
-
-    def __init__(self, rank: int, step: int, number: int, times: int = 1) -> None:
-        self._where, self._number, self._times, self._rank = (rank, step), number, times, -1
-
-    @hookimpl
-    def mtb_run_started(self, info: RunInfo) -> None:
-        self._rank = info.ctx.rank
-
-    @hookimpl
-    def mtb_step_recorded(self, record: StepRecord) -> None:
-        if (self._rank, record.global_step) == self._where:
-            for _ in range(self._times):
-                os.kill(os.getpid(), self._number)
 
 
 @pytest.mark.timeout(60)

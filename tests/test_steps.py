@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from mtb_core import RunInfo, StepRecord, TrainConfig, hookimpl
+from mtb_core import StepRecord, TrainConfig, hookimpl
 from mtb_core.running import run
+from mtb_core.testing.drills import SignalAt
 from mtb_core.testing.recording import run_recorded
 
 MODELS = Path(__file__).parent / "models" / "faulty.py"
@@ -108,24 +108,6 @@ def test_warm_up_and_reporting_are_not_measured(tmp_path: Path) -> None:
     for line in lines:
         parts = line["data_time_ms"] + line["forward_backward_ms"] + line["optimizer_step_ms"]
         assert parts == pytest.approx(line["step_time_ms"])
-
-
-class SignalAt:
-    """Sends `number` to its own process, on rank `rank` only, when step `step` was recorded."""
-
-    def __init__(self, rank: int, step: int, number: int) -> None:
-        self._where = (rank, step)
-        self._number = number
-        self._rank = -1
-
-    @hookimpl
-    def mtb_run_started(self, info: RunInfo) -> None:
-        self._rank = info.ctx.rank
-
-    @hookimpl
-    def mtb_step_recorded(self, record: StepRecord) -> None:
-        if (self._rank, record.global_step) == self._where:
-            os.kill(os.getpid(), self._number)
 
 
 @pytest.mark.timeout(60)

@@ -136,7 +136,9 @@ class StrategySpecs:
 
 
 class ObserverSpecs:
-    """What is reported. Called on all ranks; an exception in a sink switches that sink off with one warning, one in
+    """What is reported.
+
+    Called on all ranks; an exception in a sink switches that sink off with one warning, one in
     a run plugin ends the run. Must not block, must not run collectives.
 
     A sink that was switched off is still told ``mtb_run_finished``, so that it can release what it holds.

@@ -34,13 +34,14 @@ class Strategy:
 
     def gradients(self, prepared: Prepared) -> Sequence[Shards]:
         """This rank's gradients for norm and clipping."""
-        return [Shards([p.grad for p in prepared.core.parameters() if p.grad is not None], copies=1)]
+        return [Shards([p.grad for p in prepared.trainable if p.grad is not None], copies=1)]
 
     def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
         """Apply the optimizer if `apply`, and clear the gradients in either case."""
         if apply:
             prepared.optimizer.step()
-        prepared.optimizer.zero_grad(set_to_none=True)
+        for parameter in prepared.trainable:
+            parameter.grad = None
 
     def state(self, prepared: Prepared) -> State:
         """Parameters, persistent buffers and optimizer state in global coordinates."""

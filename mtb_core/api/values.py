@@ -218,12 +218,18 @@ class Prepared:
         core: its ``named_parameters()`` give the plain names, the same for every strategy.
         optimizer: ``param_groups[*]["lr"]`` is written by core before each step.
         engine: whatever else the strategy keeps.
+        trainable: `core`'s trainable parameters; listed once, for walking the modules in every step is not free.
     """
 
     module: nn.Module
     core: nn.Module
     optimizer: torch.optim.Optimizer
     engine: Any = None
+    trainable: tuple[nn.Parameter, ...] = attrs.field(init=False, repr=False)
+
+    @trainable.default
+    def _list_trainable(self) -> tuple[nn.Parameter, ...]:
+        return tuple(p for p in self.core.parameters() if p.requires_grad)
 
 
 @attrs.frozen

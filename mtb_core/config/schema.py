@@ -224,6 +224,13 @@ class TrainConfig:
         repeatable=True,
         training=False,
     )
+    flops_convention: str = setting(
+        "palm",
+        OUTPUT,
+        "How attention counts in MFU: over the full square of the sequence (palm) or its causal half.",
+        choices=("palm", "causal"),
+        training=False,
+    )
     run_dir: str | None = setting(
         None,
         OUTPUT,

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtb_core import Layout, NoOptions, RankContext, RunInfo, StepRecord, TrainConfig, World
+from mtb_core import NoOptions, StepRecord
 from mtb_core.builtin import sinks
 from mtb_core.builtin.sinks import ConsoleSink, JsonlSink, metrics_line
+from mtb_core.testing.examples import example_record as record
+from mtb_core.testing.examples import example_run as run_info
 
 CONTRACT_KEYS = [
     "global_step",
@@ -46,36 +48,6 @@ def strict(text):
         raise AssertionError(f"not JSON: {constant}")
 
     return json.loads(text, parse_constant=refuse)
-
-
-def record(step, **changes):
-    made = StepRecord(
-        global_step=step,
-        loss=5.0 - step / 8,
-        grad_norm=1.25,
-        param_norm=None,
-        learning_rate=1e-3,
-        clipped=False,
-        skipped=False,
-        nonfinite=False,
-        samples_seen=16 * step,
-        tokens_seen=2000 * step,
-        valid_tokens=1990,
-        data_time_ms=0.0625,
-        forward_backward_ms=4.5,
-        optimizer_step_ms=0.5,
-        step_time_ms=10.0,
-        checkpoint_time_ms=0.0,
-        memory_mib=321.5,
-        warmup=step <= 2,
-        time="2030-01-02T03:04:05.678+00:00",
-    )
-    return attrs.evolve(made, **changes)
-
-
-def run_info(folder, rank=0, *, first=1, last=10, trial=0, size=2, progress=lambda fields: None):
-    ctx = RankContext(rank, rank, World(size, size), "cpu", None, Layout((("dp", size),)))
-    return RunInfo(TrainConfig(), ctx, folder, first, last, trial, progress)
 
 
 def write(info, records):
@@ -251,7 +223,7 @@ def test_the_console_tells_the_start_the_steps_and_the_end(tmp_path, monkeypatch
     sink = ConsoleSink(NoOptions())
     sink.mtb_run_started(run_info(tmp_path, first=1, last=9, progress=told.append))
     for step in range(1, 10):
-        sink.mtb_step_recorded(record(step))
+        sink.mtb_step_recorded(record(step, valid_tokens=1990, step_time_ms=10.0))
         clock.now += 0.04
     sink.mtb_evaluated(9, math.inf)
     sink.mtb_run_finished("done")

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from mtb_core.api.descriptions import load_reference
-from mtb_core.api.values import ModelSpec, RankContext
+from mtb_core.api.values import RankContext
 from mtb_core.config import TrainConfig, config_values, fingerprint
 from mtb_core.launch.worker import Worker
 from mtb_core.measure.environment import environment, provenance, redact
@@ -29,9 +29,6 @@ from mtb_core.registry.run_hooks import Hooks
 from .planning import Planned, make_run_folder, plan_run, write_config
 from .schedule import learning_rate
 from .trial import TrialInputs, TrialOutcome, run_trial
-
-#: FLOPs convention of ``mfu``, see `mtb_core.model.flops`.
-FLOPS_CONVENTION = "causal"
 
 
 @attrs.frozen
@@ -138,7 +135,7 @@ def _make_hooks(planned: Planned, own: Mapping[str, Callable[[], object]]) -> Ho
 
 def _row(row: dict[str, Any], outcome: TrialOutcome, inputs: TrialInputs) -> dict[str, Any]:
     """A trial's figures with those that the records do not hold."""
-    flops, peak = _flops_per_token(inputs.model), _peak(inputs)
+    flops, peak = _flops_per_token(inputs), _peak(inputs)
     rate = row["tokens_per_sec"]
     row["eval_loss"] = outcome.eval_loss
     row["mfu"] = None if rate is None else mfu(rate, flops, peak, inputs.ctx.world_size)
@@ -147,8 +144,8 @@ def _row(row: dict[str, Any], outcome: TrialOutcome, inputs: TrialInputs) -> dic
     return row
 
 
-def _flops_per_token(model: ModelSpec) -> float | None:
-    return model.flops_per_token.get(FLOPS_CONVENTION)
+def _flops_per_token(inputs: TrialInputs) -> float | None:
+    return inputs.model.flops_per_token.get(inputs.resolved.config.flops_convention)
 
 
 def _device_name(ctx: RankContext) -> str | None:
@@ -175,7 +172,7 @@ def _result(
     ctx, config = inputs.ctx, inputs.resolved.config
     figures, summary = combine_trials(rows)
     exit_reason = figures.pop("exit_reason")
-    flops = _flops_per_token(inputs.model)
+    flops = _flops_per_token(inputs)
     done = exit_reason == "done"
     reasons = [] if done else [f"the run ended early: {exit_reason}"]
     if not figures["steps"]:
@@ -191,7 +188,7 @@ def _result(
         parameters=outcome.parameters,
         memory_kind=outcome.memory_kind,
         model_flops_per_token=flops,
-        flops_convention=FLOPS_CONVENTION if flops is not None else None,
+        flops_convention=config.flops_convention if flops is not None else None,
         mfu_reason=_mfu_reason(figures["mfu"], flops, ctx),
         collectives_per_step=outcome.collectives,
         comm_bytes_per_step=outcome.message_bytes,
@@ -200,7 +197,7 @@ def _result(
         summary=summary,
         repeats=rows,
         runtime={
-            **outcome.runtime,
+            **redact_values(outcome.runtime),
             "restarts": restarts,
             "scheduler_completed_steps": figures["global_step"],
             "next_learning_rate": learning_rate(config, figures["global_step"]),
@@ -244,9 +241,14 @@ def base_fields(resolved: Any, folder: Path | None) -> dict[str, Any]:
         "synchronized_microbatches_per_step": config.grad_accum_steps if every else 1,
         "activation_checkpointing": config.activation_checkpointing,
         "nonfinite_policy": config.on_nonfinite,
-        "config": config_values(config),
+        "config": redact_values(config_values(config)),
         "config_fingerprint": fingerprint(config),
     }
+
+
+def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with every text in it free of home folders, credentials and addresses."""
+    return {k: redact(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
 def failure_fields(failure: Failure | None) -> dict[str, Any] | None:
