@@ -90,7 +90,7 @@ def test_nothing(tmp_path):
 def test_paths(folder):
     """A path resumes that checkpoint; anything else says what is valid."""
     assert find(None, str(folder / "step_00000002")) == folder / "step_00000002"
-    with pytest.raises(ConfigError, match="name one of them .step_00000002, step_00000010"):
+    with pytest.raises(ConfigError, match=r"name one of them .step_00000002, step_00000010"):
         find(None, str(folder))
     with pytest.raises(ConfigError, match="no such folder"):
         find(None, str(folder / "step_00000003"))
