@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -55,7 +55,7 @@ class Conductor:
         self._running: dict[str, _Running] = {}
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Conductor:
+    def __enter__(self) -> Self:
         """Start all contenders and take each through its first window (warm-up)."""
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -103,7 +103,12 @@ class Conductor:
         with log.open("wb") as out:
             started = time.monotonic()
             process = subprocess.Popen(
-                self._commands[name], env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder
+                self._commands[name],
+                env=env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
             )
         running = self._running[name] = _Running(process, started, log)
         for _ in range(self._nproc):

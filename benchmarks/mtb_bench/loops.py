@@ -42,8 +42,11 @@ def bare(fused: bool | None = None) -> None:
 
 
 def bare_guarded() -> None:
-    """The same guards as MiniTrainBench's, by hand: fused AdamW without decay of 1-D parameters; in every step the
-    loss as mean over the valid tokens of all ranks, the global gradient norm, and a check of both by agreement."""
+    """The same guards as MiniTrainBench's, by hand.
+
+    Fused AdamW without decay of 1-D parameters; in every step the loss as mean over the tokens of all ranks, the
+    global gradient norm, and a check of both by agreement.
+    """
     rank, world = _start()
     model = build_model()
     if world > 1:
@@ -59,7 +62,8 @@ def bare_guarded() -> None:
         x, y = get_batch()
         loss = mean_loss(model(x), y)
         loss.backward()
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([p.grad for p in parameters])))
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # noqa: SLF001
         if world > 1:
             # Every rank holds the same gradients; loss and tokens are summed, and the sum keeps any rank's NaN.
             agreed = torch.stack([loss.detach() * y.numel(), norm, torch.tensor(float(y.numel()))])

@@ -70,7 +70,7 @@ def lightning_trainer() -> None:
             super().__init__()
             self.model = build_model()
 
-        def training_step(self, batch: Batch, index: int) -> torch.Tensor:
+        def training_step(self, batch: Batch, _index: int) -> torch.Tensor:
             return mean_loss(self.model(batch[0]), batch[1])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtb_core import NoOptions, RunInfo, SinkInfo, StepRecord, hookimpl
+from mtb_core import NoOptions, RunInfo, SinkInfo, hookimpl
 
 from .gate import Gate
 
@@ -14,7 +14,7 @@ PLUGIN_API = 1
 class GateSink:
     """Waits at the benchmark's `Gate` after every step."""
 
-    def __init__(self, options: NoOptions) -> None:
+    def __init__(self, options: NoOptions) -> None:  # noqa: ARG002  (sinks are made with them)
         self._gate: Gate | None = None
 
     @hookimpl
@@ -23,7 +23,7 @@ class GateSink:
         self._gate = Gate(info.ctx.rank)
 
     @hookimpl
-    def mtb_step_recorded(self, record: StepRecord) -> None:
+    def mtb_step_recorded(self) -> None:
         """A step has ended."""
         assert self._gate is not None
         self._gate.step_done()

@@ -43,5 +43,4 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         table.add_column(escape(column), justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    console = Console(width=None if Console().is_terminal else 140)
-    console.print(table)
+    Console(width=160).print(table)

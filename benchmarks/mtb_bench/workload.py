@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  (its name everywhere)
+
 from mtb_core import TrainConfig
 
 if TYPE_CHECKING:
