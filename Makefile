@@ -32,7 +32,7 @@ demo: $(STAMP)  ## train a small GPT on two ranks: live progress, a table, runs/
 	@rm -rf runs/demo runs/demo-data
 	@$(BIN)/mtb data prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"/*.py \
 		--output runs/demo-data
-	$(BIN)/mtb train --strategy ddp --nproc 2 --data runs/demo-data --steps 250 \
+	$(BIN)/mtb train --strategy ddp --nproc 2 --data runs/demo-data --steps 200 \
 		--seq-length 128 --d-model 128 --n-layers 2 --batch-size 8 --learning-rate 2e-3 \
 		--run-dir runs/demo
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
@@ -65,24 +66,37 @@ class DDPStrategy(Strategy):
         return super().state(prepared)
 
 
-def _register_comm_hook(module: DistributedDataParallel, options: DDPOptions) -> None:
-    if options.comm_hook == "none":
-        return
-    from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: PLC0415  (loaded only where they are used)
-        default_hooks,
-        powerSGD_hook,
-    )
+_WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-    if options.comm_hook == "powersgd":
+
+def _register_comm_hook(module: DistributedDataParallel, options: DDPOptions) -> None:
+    if options.comm_hook in _WIRE_DTYPES:
+        # DDP compares annotations with classes; here they are text, so it gets a function without any.
+        module.register_comm_hook(
+            _WIRE_DTYPES[options.comm_hook], lambda dtype, bucket: _reduce_compressed(dtype, bucket)
+        )
+    elif options.comm_hook == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415  (only where used)
+
         state = powerSGD_hook.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=options.powersgd_rank,
-            start_powerSGD_iter=2,  # from the first step it can: buckets are final from the start
+            start_powerSGD_iter=2,  # the first that torch allows
         )
         module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return
-    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-    module.register_comm_hook(None, hooks[options.comm_hook])
+
+
+def _reduce_compressed(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over ranks in `dtype`, as torch's own hooks do; its bf16 hook refuses to work without NCCL."""
+    gradients = bucket.buffer()
+    compressed = gradients.to(dtype).div_(dist.get_world_size())
+    reduced = dist.all_reduce(compressed, async_op=True).get_future()
+
+    def decompress(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        return gradients.copy_(done.value()[0])
+
+    future: torch.futures.Future[torch.Tensor] = reduced.then(decompress)
+    return future
 
 
 def _use_final_buckets(module: DistributedDataParallel) -> None:
@@ -91,7 +105,7 @@ def _use_final_buckets(module: DistributedDataParallel) -> None:
     DDP starts with buckets in the order of registration and rebuilds them, in the order in which gradients came,
     after its first backward. Sums in another order round differently, so at three and more ranks a run that is
     resumed (whose first step is another step) would not be bitwise the uninterrupted one. These names are private
-    to torch: `tests/test_ddp_buckets.py` fails if they go or stop working.
+    to torch; the tests of resuming on three ranks fail if they go or stop working.
     """
     reducer: Any = module.reducer
     reducer._push_all_rebuilt_params()  # noqa: SLF001
