@@ -73,7 +73,8 @@ def _register_comm_hook(module: DistributedDataParallel, options: DDPOptions) ->
     if options.comm_hook in _WIRE_DTYPES:
         # DDP compares annotations with classes; here they are text, so it gets a function without any.
         module.register_comm_hook(
-            _WIRE_DTYPES[options.comm_hook], lambda dtype, bucket: _reduce_compressed(dtype, bucket)
+            _WIRE_DTYPES[options.comm_hook],
+            lambda dtype, bucket: _reduce_compressed(dtype, bucket),  # noqa: PLW0108
         )
     elif options.comm_hook == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # noqa: PLC0415  (only where used)
