@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def measure(
     """Windows of every contender: `rounds` for each of `lives` fresh sets of processes, in a new order every round."""
     windows: dict[str, list[Window]] = {name: [] for name in names}
     order = random.Random(0)
-    for _ in range(lives):
+    for life in range(lives):
+        print(f"nproc {nproc}: life {life + 1} of {lives}", file=sys.stderr)
         plan = [warmup, *[steps] * rounds]
         commands = {name: command(name, nproc) for name in order.sample(names, len(names))}
         with Conductor(commands, nproc=nproc, windows=plan, env={"MTB_BENCH_DATA": str(data)}) as conductor:
