@@ -8,15 +8,14 @@ from typing import Any
 from mtb_core.api.errors import ConfigError
 from mtb_core.config import TrainConfig
 from mtb_core.config.schema import option_name, settings
-from mtb_core.config.toml import config_values
 
 
-def check_config(saved: Mapping[str, Any], config: TrainConfig, allowed: Sequence[str]) -> dict[str, dict[str, Any]]:
+def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Compare the settings that decide what is trained.
 
     Args:
         saved: the checkpoint's ``config``.
-        config: the resolved configuration of this run.
+        now: the resolved settings of this run, written as the checkpoint's are.
         allowed: settings that may differ (``--allow-config-change``), with ``_`` or ``-``.
 
     Returns:
@@ -32,7 +31,6 @@ def check_config(saved: Mapping[str, Any], config: TrainConfig, allowed: Sequenc
             f"--allow-config-change {strange[0]}: there is no such setting that decides what is trained. "
             f"Valid: {', '.join(sorted(known))}."
         )
-    now = config_values(config)
     changes = {
         name: {"saved": saved.get(name), "now": now.get(name)}
         for name in sorted(known)

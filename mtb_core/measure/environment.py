@@ -148,6 +148,11 @@ def redact(text: str) -> str:
     return _HOMES.sub("~", text)
 
 
+def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with every text in it free of home folders, credentials and addresses."""
+    return {k: redact(v) if isinstance(v, str) else v for k, v in values.items()}
+
+
 def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)

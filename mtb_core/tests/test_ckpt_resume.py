@@ -11,13 +11,13 @@ from mtb_core.config.toml import config_values
 def test_equal_configurations():
     """The same settings, and others that do not decide the training, may go on."""
     saved = config_values(TrainConfig(seed=3))
-    assert check_config(saved, TrainConfig(seed=3, steps=7, nproc=2), []) == {}
+    assert check_config(saved, config_values(TrainConfig(seed=3, steps=7, nproc=2)), []) == {}
 
 
 def test_table_of_differences():
     """All differing settings are listed with both values."""
     with pytest.raises(ConfigError) as caught:
-        check_config(config_values(TrainConfig()), TrainConfig(seed=1, learning_rate=0.5), [])
+        check_config(config_values(TrainConfig()), config_values(TrainConfig(seed=1, learning_rate=0.5)), [])
     assert "--seed           saved 0, now 1" in str(caught.value)
     assert "--learning-rate  saved 0.001, now 0.5" in str(caught.value)
 
@@ -25,17 +25,17 @@ def test_table_of_differences():
 def test_let_through():
     """A named setting is let through and recorded; the others still count."""
     saved = config_values(TrainConfig())
-    changes = check_config(saved, TrainConfig(learning_rate=0.5), ["learning-rate"])
+    changes = check_config(saved, config_values(TrainConfig(learning_rate=0.5)), ["learning-rate"])
     assert changes == {"learning_rate": {"saved": 0.001, "now": 0.5}}
     with pytest.raises(ConfigError, match="--seed  saved 0, now 1"):
-        check_config(saved, TrainConfig(learning_rate=0.5, seed=1), ["learning_rate"])
+        check_config(saved, config_values(TrainConfig(learning_rate=0.5, seed=1)), ["learning_rate"])
 
 
 @pytest.mark.parametrize("name", ["learningrate", "steps"])
 def test_unknown_names(name):
     """A name that is no setting, or one that decides nothing, is refused."""
     with pytest.raises(ConfigError, match=f"--allow-config-change {name}"):
-        check_config(config_values(TrainConfig()), TrainConfig(), [name])
+        check_config(config_values(TrainConfig()), config_values(TrainConfig()), [name])
 
 
 def test_schedule():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import Job, Prepared, SyncMode
 from mtb_core.ckpt.layout import step_name
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
+from mtb_core.measure.environment import redact_values
 from mtb_core.registry.run_hooks import Hooks
 
 from .schedule import learning_rate
@@ -61,7 +62,7 @@ def find_resume_point(resolved: ResolvedRun) -> ResumePoint | None:
     opened = open_checkpoint(path)
     changes: Mapping[str, Any] = {}
     if opened.version >= 3:
-        changes = check_config(opened.values["config"], config, config.allow_config_change)
+        changes = check_config(opened.values["config"], portable_config(config), config.allow_config_change)
     check_schedule(opened.sections.get("scheduler"), opened.step, config)
     imposed: SyncMode | None = None
     if opened.version == 1:
@@ -79,10 +80,24 @@ class RunCheckpoints:
     """Saving and loading for one trial, on top of `CheckpointManager`; every method is called by all ranks alike.
 
     Without ``--checkpoint-dir`` nothing is saved.
+
+    Args:
+        folder: of the run; its metrics lines are copied into checkpoints.
+        plugins: name and version of those in use, to be recorded.
     """
 
-    def __init__(self, job: Job, hooks: Hooks, prepared: Prepared, folder: Path, point: ResumePoint | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        hooks: Hooks,
+        prepared: Prepared,
+        *,
+        folder: Path,
+        point: ResumePoint | None,
+        plugins: Sequence[tuple[str, str]],
+    ) -> None:
         self._job, self._hooks, self._prepared, self._run_folder = job, hooks, prepared, folder
+        self._plugins = plugins
         self._point = point
         config = job.config
         self._saves = config.checkpoint_dir is not None
@@ -189,6 +204,7 @@ class RunCheckpoints:
             "gradient_sync_mode": job.sync_mode,
             "config": portable_config(job.config),
             "config_fingerprint": fingerprint(job.config),
+            "plugins": [{"name": name, "version": version} for name, version in self._plugins],
             "config_changes": {} if self._point is None else dict(self._point.changes),
             "rounding": _rounding(job),
         }
@@ -221,13 +237,15 @@ class RunCheckpoints:
         if other or (self._point is not None and self._point.changes):
             changed = [*other, *(self._point.changes if self._point is not None else ())]
             self.deterministic = False
-            self.reason = f"{', '.join(changed)} differ from the checkpoint's, so that sums are taken differently"
+            self.reason = f"different from the checkpoint's: {', '.join(changed)}"
+            if self._manager is not None:  # later checkpoints carry it on
+                self._manager.determinism = (False, self.reason)
 
 
 def portable_config(config: TrainConfig) -> dict[str, Any]:
-    """The settings that a checkpoint records: without those that name places on this machine."""
+    """The settings that a checkpoint records: without where this run writes, and free of home folders."""
     places = ("run_dir", "output", "checkpoint_dir", "resume")
-    return {k: v for k, v in config_values(config).items() if k not in places}
+    return redact_values({k: v for k, v in config_values(config).items() if k not in places})
 
 
 def _rounding(job: Job) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ class TrialInputs:
     eval_dataset: Dataset | None
     hooks: Callable[[], Hooks]
     folder: Path
+    plugins: Sequence[tuple[str, str]]
     resume: ResumePoint | None
     stop: StopFlag
     progress: Callable[[dict[str, Any]], None]
@@ -95,7 +96,9 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
         prepared = hooks.prepare(job)
         outcome.parameters = count_parameters(prepared.core)
         seed_generators(config.seed, ctx)
-        checkpoints = RunCheckpoints(job, hooks, prepared, inputs.folder, inputs.resume)
+        checkpoints = RunCheckpoints(
+            job, hooks, prepared, folder=inputs.folder, point=inputs.resume, plugins=inputs.plugins
+        )
         progress = outcome.progress = checkpoints.start()
         with Loader(
             inputs.dataset,

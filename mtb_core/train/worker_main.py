@@ -15,7 +15,7 @@ from mtb_core.api.descriptions import load_reference
 from mtb_core.api.values import RankContext
 from mtb_core.config import TrainConfig, config_values, fingerprint
 from mtb_core.launch.worker import Worker
-from mtb_core.measure.environment import environment, provenance, redact
+from mtb_core.measure.environment import environment, provenance, redact, redact_values
 from mtb_core.measure.flops import device_peak_flops, mfu
 from mtb_core.measure.result import Result, combine_trials, rank_report, trial_row
 from mtb_core.model.spec import load_model
@@ -82,6 +82,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             eval_dataset=planned.eval_dataset,
             hooks=partial(_make_hooks, planned, payload.plugins),
             folder=folder,
+            plugins=registry.plugins_in_use(),
             resume=planned.resume,
             stop=worker.stop,
             progress=worker.progress,
@@ -244,11 +245,6 @@ def base_fields(resolved: Any, folder: Path | None) -> dict[str, Any]:
         "config": redact_values(config_values(config)),
         "config_fingerprint": fingerprint(config),
     }
-
-
-def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with every text in it free of home folders, credentials and addresses."""
-    return {k: redact(v) if isinstance(v, str) else v for k, v in values.items()}
 
 
 def failure_fields(failure: Failure | None) -> dict[str, Any] | None:
