@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from mtb_core.measure.result import Result
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
+from mtb_core.train.checkpointing import newest_published
 from mtb_core.train.planning import Planned, check_output, make_run_folder, plan_run
 from mtb_core.train.worker_main import Payload, base_fields, failure_fields, rank_main
 
@@ -43,6 +45,8 @@ def run(
     Raises:
         ConfigError: nothing was started; the message says what would be valid.
     """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and config.checkpoint_dir and config.resume is None:
+        config = attrs.evolve(config, resume="auto")  # torchrun starts the same command again
     registry = discover(disabled=config.no_plugin)
     external = external_launcher() is not None
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
@@ -51,9 +55,13 @@ def run(
     check_network(config)
     several_nodes = config.max_nodes > 1
     folder = None if external or several_nodes else make_run_folder(planned)
-    payload = Payload(config, folder, tuple(sys.argv), dict(plugins or {}), planned)
+    newest = None if config.checkpoint_dir is None else newest_published(Path(config.checkpoint_dir))
+    payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, dict(plugins or {}), planned)
+    until, resume = planned.resolved.config.until_step, planned.resume
     here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
     with Display(quiet=quiet, redirect=here) as display:
+        if until is not None and resume is not None and resume.step >= until:
+            display.message(f"Nothing left to do: {resume.path} is at step {resume.step}, and --until-step is {until}.")
         run_it = partial(_run_here, external=external) if here else _launch
         result = run_it(payload, planned, display)
     if config.output is not None and not (external and _external_rank() != 0):
@@ -67,8 +75,6 @@ def reports_here() -> bool:
 
 
 def _external_rank() -> int:
-    import os  # noqa: PLC0415
-
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
@@ -80,14 +86,14 @@ def _run_here(payload: Payload, planned: Planned, display: Display, *, external:
             worker = attrs.evolve(worker, progress=display.progress)
         try:
             return Result.from_json(rank_main(payload, worker))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if external or payload.config.debug:
                 raise
             failure = failure_of(error, worker.rank)
             if payload.folder is not None:
                 log = rank_log(payload.folder / "logs", worker.rank)
                 log.parent.mkdir(exist_ok=True)
-                log.write_text(failure.traceback, encoding="utf-8")
+                log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
             return _failed(payload, planned, failure, "failed", 0)
 
 
@@ -135,7 +141,9 @@ def _failed(
     shown = failure_fields(failure)
     if shown is not None and failure is not None and failure.traceback and not failure.expected:
         folder = "logs" if payload.folder is None else redact(str(payload.folder / "logs"))
-        shown["text"] += f" The traceback is at the end of {rank_log(Path(folder), failure.rank or 0)}."
+        shown["text"] += (
+            f"{'' if shown['text'].endswith(('.', '!', '?')) else '.'} The traceback is at the end of {rank_log(Path(folder), failure.rank or 0)}."
+        )
     result = Result(
         **base_fields(planned.resolved, payload.folder),
         exit_reason=exit_reason,

@@ -59,10 +59,13 @@ def plan(options: DDPOptions, config: TrainConfig, world: World) -> Plan:
     reduce_dtype = {"none": "fp32", "powersgd": "fp32"}.get(options.comm_hook, options.comm_hook)
     return Plan(
         Layout((("dp", world.size),)),
-        auto_sync="last",
+        # A static graph is recorded in the first backward and must see every one of a step synchronised.
+        sync_modes=("every",) if options.static_graph else ("every", "last"),
+        auto_sync="every" if options.static_graph else "last",
         exact=options.comm_hook == "none",
         reduce_dtype=reduce_dtype,
         missing_gradients=options.static_graph or options.find_unused_parameters,
+        exact_resume=options.comm_hook != "powersgd",  # its error feedback is not saved
     )
 
 

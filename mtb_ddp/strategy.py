@@ -60,7 +60,13 @@ class DDPStrategy(Strategy):
         return [Shards(tensors, copies=prepared.engine.replicas)]
 
     def state(self, prepared: Prepared) -> State:
-        """With ZeRO-1 each rank gives the optimizer state of its own share."""
+        """With ZeRO-1 each rank gives the optimizer state of its own share. Buffers are those of rank 0.
+
+        DDP gives every rank the buffers of rank 0 at the next forward; here it is done before they are saved, so that
+        a checkpoint holds one model.
+        """
+        for buffer in prepared.core.buffers():
+            dist.broadcast(buffer, src=0)
         if prepared.engine.zero1:
             return zero1_state(prepared)
         return super().state(prepared)

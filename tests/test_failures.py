@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtb_core import TrainConfig
+from mtb_core import ConfigError, TrainConfig
 from mtb_core.measure.result import Result
 from mtb_core.running import run
 
@@ -123,3 +123,45 @@ def test_first_cause_is_shown(model: str, text: str, tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "run" / "result.json").read_text())
     assert stored["exit_reason"] == "failed"
     assert stored["global_step"] == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_loss_that_cannot_ignore_is_found_before_the_first_step(tmp_path: Path) -> None:
+    """A model whose own loss has another ignore label fails at the start, not at the ragged end of an epoch."""
+    result = train("OtherIgnoreLabel", tmp_path, strategy="single", nproc=1)
+    assert result.exit_code == 3
+    assert result.global_step == 0
+    assert result.failure is not None
+    assert "cannot ignore targets" in result.failure["message"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_leaving_early_is_a_failure_also_with_code_0(nproc: int, tmp_path: Path) -> None:
+    """sys.exit(0) in the middle of a training is not its end."""
+    result = train("LeavesQuietly", tmp_path, strategy="single" if nproc == 1 else "ddp", nproc=nproc)
+    assert result.exit_code == 3
+    assert result.failure is not None
+    assert "exit code 0" in result.failure["text"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"eval_data": "TEXT", "vocab_size": 64}, "--eval-data .* has a vocabulary of 256, the model one of 64"),
+        ({"strategy_opt": {"static_graph": True}, "gradient_sync_mode": "last"}, "valid: auto, every"),
+        ({"checkpoint_dir": "TEXT", "save_every": 1}, "is a file; name a folder"),
+        ({"run_dir": "x" * 300}, "cannot be written: File name too long"),
+        ({"output": "/proc/none/x.json"}, "--output /proc/none/x.json cannot be written"),
+        ({"checkpoint_dir": "", "save_every": 1}, "it must be a path"),
+    ],
+)
+def test_refused_before_any_rank(
+    settings: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can be known beforehand is an error of the configuration, and nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    Path("TEXT").write_text("some text that is long enough")
+    with pytest.raises(ConfigError, match=text):
+        run(TrainConfig(**{"strategy": "ddp", "nproc": 2, "seq_length": 8, **settings}), quiet=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["TEXT"]

@@ -333,3 +333,92 @@ class DiesOnce:
         if self._rank == 1 and record.global_step == self._step and not self._marker.exists():
             self._marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.timeout(60)
+def test_a_requeue_after_the_end_keeps_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command once more has nothing left to do, says so, and leaves the measured result alone."""
+    values = settings(tmp_path, "single", until_step=3, save_every=2, resume="auto")
+    config = TrainConfig(**values, checkpoint_dir=str(tmp_path / "checkpoints"), run_dir=str(tmp_path / "run"))
+    run(config, quiet=True)
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    again = run(config)
+    assert again.exit_reason == "done"
+    assert again.global_step == 3
+    assert "Nothing left to do" in capsys.readouterr().err
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+
+@pytest.mark.timeout(60)
+def test_a_new_run_does_not_mix_into_the_checkpoints_of_another(tmp_path: Path) -> None:
+    """A folder that holds checkpoints is refused without --resume, before any rank starts."""
+    values = settings(tmp_path, "single", until_step=2, save_every=1, checkpoint_dir=str(tmp_path / "checkpoints"))
+    run_recorded(TrainConfig(**values), tmp_path / "first")
+    with pytest.raises(ConfigError, match="holds checkpoints of another run, up to step 2"):
+        run(TrainConfig(**values), quiet=True)
+
+
+@pytest.mark.timeout(90)
+def test_a_restart_ends_where_the_run_was_to_end(tmp_path: Path) -> None:
+    """With --steps, warm-up and a default cosine decay, a run that was started again takes the steps it was asked for."""
+    folder = tmp_path / "restarted"
+    folder.mkdir()
+    values = {**settings(tmp_path, "ddp-2"), "steps": 6, "warmup_steps": 2, "lr_decay_steps": None}
+    config = TrainConfig(
+        **values,
+        checkpoint_dir=str(tmp_path / "saved"),
+        save_every=2,
+        async_save=False,
+        max_restarts=1,
+        run_dir=str(folder / "run"),
+    )
+    result = run(config, quiet=True, plugins={"die": partial(DiesOnce, folder, 5)})
+    assert result.exit_reason == "done", result.failure
+    assert result.runtime["restarts"] == 1
+    assert result.global_step == 8
+    assert result.config["steps"] == 6
+    assert result.config["lr_decay_steps"] == 8
+    assert "resume" not in (folder / "run" / "config.toml").read_text()
+
+
+@pytest.mark.timeout(60)
+def test_other_data_is_refused_and_moved_data_is_not(tmp_path: Path) -> None:
+    """The content of the data decides, not the name of its file."""
+    values = settings(tmp_path, "single", save_every=2, checkpoint_dir=str(tmp_path / "saved"))
+    run_recorded(TrainConfig(**values, until_step=2), tmp_path / "first")
+    moved = tmp_path / "moved"
+    Path(values["data"]).rename(moved)
+    values["data"] = str(moved)
+    result, _ = run_recorded(TrainConfig(**values, until_step=3, resume="latest"), tmp_path / "second")
+    assert result.runtime["resume_deterministic"] is True
+    moved.write_bytes(bytes(reversed(moved.read_bytes())))
+    with pytest.raises(ConfigError, match=r"--data  saved '.*with other content'"):
+        run(TrainConfig(**values, until_step=4, resume="latest"), quiet=True)
+
+
+@pytest.mark.timeout(60)
+def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
+    """A model with running statistics resumes to the bit on two ranks."""
+    model = f"{Path(__file__).parent / 'models' / 'faulty.py'}:Normalised"
+    values = {**settings(tmp_path, "ddp-2"), "model": model, "lr_decay_steps": None, "lr_scheduler": "constant"}
+    values["lr_warmup_steps"] = 0
+    _, whole = run_recorded(TrainConfig(**values, until_step=5), tmp_path / "whole")
+    saving = {"checkpoint_dir": str(tmp_path / "saved"), "save_every": 2}
+    run_recorded(TrainConfig(**values, **saving, until_step=2), tmp_path / "first")
+    result, rest = run_recorded(TrainConfig(**values, **saving, until_step=5, resume="latest"), tmp_path / "rest")
+    assert result.exit_reason == "done", result.failure
+    assert losses(rest) == [rank.losses[2:] for rank in whole]
+    assert same_end(rest[:1], whole[:1])
+
+
+@pytest.mark.timeout(60)
+def test_state_that_is_not_saved_is_admitted(tmp_path: Path) -> None:
+    """PowerSGD's error feedback is not in a checkpoint, so the continuation is not called deterministic, nor later ones."""
+    values = settings(tmp_path, "ddp-2", strategy_opt={"comm_hook": "powersgd"}, save_every=1)
+    values["checkpoint_dir"] = str(tmp_path / "saved")
+    run_recorded(TrainConfig(**values, until_step=2), tmp_path / "first")
+    result, _ = run_recorded(TrainConfig(**values, until_step=3, resume="latest"), tmp_path / "second")
+    assert result.runtime["resume_deterministic"] is False
+    assert "keeps state" in result.runtime["resume_determinism_reason"]
+    manifest = json.loads((tmp_path / "saved" / "step_00000003" / "manifest.json").read_text())
+    assert manifest["deterministic"] is False

@@ -91,6 +91,7 @@ class Plan:
         exact: losses equal those of ``single`` on the same global batch, up to rounding.
         reduce_dtype: dtype in which gradients are summed over ranks, ``"fp32"`` or ``"bf16"``…
         process_group: whether a process group is needed even at one rank.
+        exact_resume: whether the state that a checkpoint holds is all that later steps depend on.
         missing_gradients: whether the strategy copes with parameters that get no gradient on some ranks.
     """
 
@@ -101,6 +102,7 @@ class Plan:
     reduce_dtype: str = "fp32"
     process_group: bool = True
     missing_gradients: bool = False
+    exact_resume: bool = True
 
 
 @attrs.frozen

@@ -28,6 +28,8 @@ class ResolvedRun:
         config: batch sizes, steps and schedule filled in; `write_toml` of it reproduces the run.
         options: instance of the strategy's options class.
         sync_mode: resolved gradient sync mode.
+        warmup_until: the global step after which steps are measured.
+        last_step: the global step at which the run is done.
     """
 
     config: TrainConfig
@@ -35,12 +37,17 @@ class ResolvedRun:
     plan: Plan
     options: Any
     sync_mode: SyncMode
+    warmup_until: int
+    last_step: int
 
 
-def resolve(config: TrainConfig, strategy: Any, world: World, *, vocab_size: int | None = None) -> ResolvedRun:
+def resolve(
+    config: TrainConfig, strategy: Any, world: World, *, vocab_size: int | None = None, start_step: int = 0
+) -> ResolvedRun:
     """Check `config` against its strategy (a `StrategyInfo`) and world, and fill in what follows from them.
 
-    `vocab_size` is the data's, used where the configuration names none.
+    `vocab_size` is the data's, used where the configuration names none; `start_step` is that of the checkpoint to go
+    on from.
 
     Raises:
         ConfigError: anything that cannot run, with what would be valid.
@@ -71,7 +78,7 @@ def resolve(config: TrainConfig, strategy: Any, world: World, *, vocab_size: int
         warmup = 0
     decay = config.lr_decay_steps
     if config.lr_scheduler == "cosine" and decay is None:
-        decay = config.until_step if config.until_step is not None else warmup + (steps or 0)
+        decay = config.until_step if config.until_step is not None else start_step + warmup + (steps or 0)
         if decay <= config.lr_warmup_steps:
             msg = (
                 f"--lr-warmup-steps {config.lr_warmup_steps} leaves no room before the run's last step {decay}, "
@@ -92,7 +99,9 @@ def resolve(config: TrainConfig, strategy: Any, world: World, *, vocab_size: int
         lr_decay_steps=decay,
         vocab_size=vocabulary,
     )
-    return ResolvedRun(resolved, world, plan, options, mode)
+    warmup_until = start_step + warmup
+    last = config.until_step if config.until_step is not None else warmup_until + (steps or 0)
+    return ResolvedRun(resolved, world, plan, options, mode, warmup_until, last)
 
 
 def _batch(config: TrainConfig, data_size: int) -> tuple[int, int, int]:

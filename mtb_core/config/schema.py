@@ -184,7 +184,11 @@ class TrainConfig:
 
     checkpoint_dir: str | None = setting(None, CHECKPOINTS, "Folder of the checkpoints.", metavar="DIR", training=False)
     save_every: int = setting(
-        0, CHECKPOINTS, "Save after every N steps and after the last one; 0: none.", minimum=0, training=False
+        0,
+        CHECKPOINTS,
+        "Save after every N steps and after the last one; 0: only when stopped by a signal.",
+        minimum=0,
+        training=False,
     )
     keep_last: int = setting(3, CHECKPOINTS, "Complete checkpoints to keep; 0 keeps all.", minimum=0, training=False)
     keep_every: int = setting(
@@ -391,9 +395,28 @@ def _check_combinations(c: TrainConfig) -> None:
     if c.device == "cpu" and c.backend == "nccl":
         msg = "--backend nccl needs --device cuda; valid on cpu: gloo."
         raise ConfigError(msg)
+    for name in ("checkpoint_dir", "run_dir", "output", "resume", "data", "eval_data"):
+        text = getattr(c, name)
+        if text is not None and (not text or not _encodable(text)):
+            msg = f"{option_name(name)} is {text!r}; it must be a path or name that is not empty and valid as text."
+            raise ConfigError(msg)
+    if c.keep_every and not c.save_every:
+        msg = f"--keep-every {c.keep_every} has no meaning without --save-every; leave it out or set both."
+        raise ConfigError(msg)
+    if c.optimizer == "sgd" and c.adam_eps != attrs.fields(TrainConfig).adam_eps.default:
+        msg = f"--adam-eps {c.adam_eps:g} belongs to --optimizer adamw; leave it out with sgd."
+        raise ConfigError(msg)
     if c.momentum and c.optimizer != "sgd":
         msg = f"--momentum {c.momentum:g} belongs to --optimizer sgd; leave it out with {c.optimizer}."
         raise ConfigError(msg)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_checkpoints(c: TrainConfig) -> None:

@@ -192,7 +192,10 @@ def _hide_assigned(word: str) -> str:
 
 
 def _hide_host(word: str) -> str:
-    for host in {socket.gethostname(), socket.gethostname().partition(".")[0]} - {"", "localhost"}:
+    name = socket.gethostname()
+    for host in (name, name.partition(".")[0]):  # the long form first
+        if host in {"", "localhost"}:
+            continue
         word = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "<host>", word)
     return word
 

@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812  (its name everywhere)
 from torch import Tensor, nn
 
@@ -70,6 +71,30 @@ class LossFunction:
             return loss_sum(self._spec, module(inputs), targets, valid)
         output = module(inputs, targets if valid else targets.clamp(min=0))
         return loss_sum(self._spec, output, targets, valid)
+
+    def check_ignores(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        """Try a model that makes its own loss on one sample with ignored targets, without training it.
+
+        Data may bring such targets late, at the ragged end of an epoch; better to know before the first step.
+
+        Raises:
+            RunFailed: the model fails on them.
+        """
+        if not self._takes_targets:
+            return
+        targets = targets[:1].clone()
+        targets[:, 1:] = IGNORE_LABEL
+        module.eval()
+        try:
+            with torch.no_grad():
+                module(inputs[:1], targets)
+        except (IndexError, RuntimeError) as error:
+            raise RunFailed(
+                f"The model's own loss cannot ignore targets: {error} Targets that do not count are {IGNORE_LABEL}, as "
+                f"they are by default in cross_entropy; remove another ignore_index from the model, or return logits."
+            ) from error
+        finally:
+            module.train()
 
 
 def loss_sum(spec: ModelSpec, output: Any, targets: Tensor, valid: int) -> Tensor:

@@ -49,8 +49,7 @@ def check_model(model: str, *, named: Mapping[str, ModelInfo]) -> None:
 def load_model(config: TrainConfig, *, named: Mapping[str, ModelInfo]) -> ModelSpec:
     """The model that `config` names. Runs the user's code; to be called in each worker.
 
-    A factory in a file is called without arguments, or with `config` if it takes one (a parameter without a default,
-    or one named ``config``). It returns a `ModelSpec` or a module; a module's blocks are the children of its longest
+    A factory in a file is called without arguments, or with `config` if it has a parameter without a default. It returns a `ModelSpec` or a module; a module's blocks are the children of its longest
     ``ModuleList``, and it initialises itself under the run's seed.
 
     Raises:
@@ -155,7 +154,7 @@ def _bound(factory: Any, config: TrainConfig) -> Callable[[], Any]:
             f"--model {config.model} needs the arguments {', '.join(p.name for p in required)}; a factory takes none, "
             "or one: the run's TrainConfig. Give the others defaults."
         )
-    if any(p.name == "config" and p.kind is not p.POSITIONAL_ONLY for p in parameters):
+    if required and required[0].kind not in by_position:
         return lambda: factory(config=config)
     return (lambda: factory(config)) if required else factory
 

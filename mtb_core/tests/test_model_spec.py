@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 def net(): return Net()
 def sized(config): return Net(config.d_model)
-def sized_by_default(width=6, *, config=None): return Net(config.d_model)
+def keyword(width=6, *, config): return Net(config.d_model)
 def renamed(cfg): return Net(cfg.d_model)
 def spec(config): return ModelSpec(build=Net, blocks=("few.0",), vocab_size=config.vocab_size)
 def wrong(): return 3
@@ -53,13 +53,13 @@ def test_named_model():
     assert spec.blocks == ("blocks.0", "blocks.1")
 
 
-@pytest.mark.parametrize("factory", ["net", "Net", "sized", "sized_by_default", "renamed"])
+@pytest.mark.parametrize("factory", ["net", "Net", "sized", "renamed", "keyword"])
 def test_factories_of_modules(load, factory):
     """Functions and classes, with and without the configuration, give a spec whose blocks are the longest list's."""
     spec = load(factory, d_model=8, n_heads=2)
     assert spec.init is None
     assert spec.blocks == ("body.layers.0", "body.layers.1", "body.layers.2")
-    width = 8 if factory in ("sized", "sized_by_default", "renamed") else 4
+    width = 8 if factory in ("sized", "renamed", "keyword") else 4
     assert spec.build().get_submodule(spec.blocks[2]).in_features == width
 
 

@@ -10,8 +10,8 @@ import attrs
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import Job, Prepared, SyncMode
-from mtb_core.ckpt.layout import step_name
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
+from mtb_core.data.dataset import Dataset, content_digest
 from mtb_core.measure.environment import redact_values
 from mtb_core.registry.run_hooks import Hooks
 
@@ -21,6 +21,7 @@ from .trainer import Progress
 if TYPE_CHECKING:
     from mtb_core.ckpt.loading import Loaded
     from mtb_core.ckpt.manager import CheckpointManager
+    from mtb_core.ckpt.opened import Opened
 
 #: Settings that leave the training the same up to rounding: where one differs from the checkpoint's, the continuation
 #: is not bitwise that of the uninterrupted run.
@@ -42,27 +43,41 @@ class ResumePoint:
     sync_mode: SyncMode | None
 
 
-def find_resume_point(resolved: ResolvedRun) -> ResumePoint | None:
+def find_checkpoint(config: TrainConfig) -> Opened | None:
     """What ``--resume`` means for this run; None: start from the beginning.
 
     Raises:
-        ConfigError: there is no such checkpoint, or this configuration may not go on from it.
+        ConfigError: there is no such checkpoint.
     """
-    config = resolved.config
     if config.resume is None:
         return None
     from mtb_core.ckpt import catalog  # noqa: PLC0415  (importing torch.distributed.checkpoint takes a second)
     from mtb_core.ckpt.opened import open_checkpoint  # noqa: PLC0415
-    from mtb_core.ckpt.resume import check_config, check_schedule  # noqa: PLC0415
 
     folder = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
     path = catalog.find(folder, config.resume)
-    if path is None:
-        return None
-    opened = open_checkpoint(path)
+    return None if path is None else open_checkpoint(path)
+
+
+def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> ResumePoint:
+    """Whether this run may go on from the checkpoint `opened`.
+
+    Raises:
+        ConfigError: its configuration or its data decide another training; or the checkpoint is of an old format that
+            does not go with them.
+    """
+    from mtb_core.ckpt.resume import check_config, check_schedule  # noqa: PLC0415
+
+    config, path = resolved.config, opened.path
     changes: Mapping[str, Any] = {}
     if opened.version >= 3:
-        changes = check_config(opened.values["config"], portable_config(config), config.allow_config_change)
+        saved, now = dict(opened.values["config"]), portable_config(config)
+        digest = (opened.sections.get("data") or {}).get("digest")
+        if digest == content_digest(dataset):
+            saved["data"] = now["data"]  # the same content may lie elsewhere
+        elif digest is not None and saved.get("data") == now["data"]:
+            saved["data"] = f"{saved['data']} with other content"
+        changes = check_config(saved, now, config.allow_config_change)
     check_schedule(opened.sections.get("scheduler"), opened.step, config)
     imposed: SyncMode | None = None
     if opened.version == 1:
@@ -76,6 +91,23 @@ def find_resume_point(resolved: ResolvedRun) -> ResumePoint | None:
     return ResumePoint(path, opened.step, changes, imposed)
 
 
+@attrs.frozen
+class Published:
+    """A complete checkpoint and its commit mark, which tells it from a later one of the same step."""
+
+    path: Path
+    mark: bytes
+
+
+def newest_published(folder: Path) -> Published | None:
+    """The newest complete checkpoint in `folder`."""
+    from mtb_core.ckpt import catalog  # noqa: PLC0415
+    from mtb_core.ckpt.layout import READY  # noqa: PLC0415
+
+    path = catalog.newest(folder)
+    return None if path is None else Published(path, (path / READY).read_bytes())
+
+
 class RunCheckpoints:
     """Saving and loading for one trial, on top of `CheckpointManager`; every method is called by all ranks alike.
 
@@ -84,6 +116,7 @@ class RunCheckpoints:
     Args:
         folder: of the run; its metrics lines are copied into checkpoints.
         plugins: name and version of those in use, to be recorded.
+        dataset: what is trained on; its digest is recorded.
     """
 
     def __init__(
@@ -95,9 +128,11 @@ class RunCheckpoints:
         folder: Path,
         point: ResumePoint | None,
         plugins: Sequence[tuple[str, str]],
+        dataset: Dataset,
     ) -> None:
         self._job, self._hooks, self._prepared, self._run_folder = job, hooks, prepared, folder
         self._plugins = plugins
+        self._data_digest = content_digest(dataset) if job.config.checkpoint_dir is not None else None
         self._point = point
         config = job.config
         self._saves = config.checkpoint_dir is not None
@@ -179,7 +214,7 @@ class RunCheckpoints:
     def runtime(self) -> dict[str, Any]:
         """The part of a result's ``runtime`` that is about checkpoints."""
         config, manager = self._job.config, self._manager
-        ready = [] if manager is None else manager.ready_steps()
+        newest = None if manager is None else newest_published(manager.folder)
         last = None if manager is None else manager.last_published
         return {
             "resumed": self.loaded is not None,
@@ -187,8 +222,8 @@ class RunCheckpoints:
             "resume_deterministic": self.deterministic,
             "resume_determinism_reason": self.reason,
             "last_checkpoint": None if last is None else last.name,
-            "latest_checkpoint": step_name(ready[-1]) if ready else None,
-            "ready_checkpoints": ready,
+            "latest_checkpoint": None if newest is None else newest.path.name,
+            "ready_checkpoints": [] if manager is None else manager.ready_steps(),
             "keep_last": config.keep_last,
             "checkpoint_dir": config.checkpoint_dir,
         }
@@ -205,9 +240,15 @@ class RunCheckpoints:
             "config": portable_config(job.config),
             "config_fingerprint": fingerprint(job.config),
             "plugins": [{"name": name, "version": version} for name, version in self._plugins],
-            "config_changes": {} if self._point is None else dict(self._point.changes),
+            "config_changes": self._config_changes(),
             "rounding": _rounding(job),
         }
+
+    def _config_changes(self) -> dict[str, Any]:
+        """All that was let through since the training began."""
+        if self._point is None or self.loaded is None:
+            return {}
+        return {**(self.loaded.values.get("config_changes") or {}), **self._point.changes}
 
     def _sections(self, progress: Progress) -> dict[str, Any]:
         config, step = self._job.config, progress.global_step
@@ -222,7 +263,7 @@ class RunCheckpoints:
                 "completed_steps": step,
                 "next_learning_rate": learning_rate(config, step),
             },
-            "data": {"samples_seen": progress.samples_seen},
+            "data": {"samples_seen": progress.samples_seen, "digest": self._data_digest},
             "optimizer": {"name": config.optimizer, "param_groups": groups},
             "loss_scaler": None,
             "plugins": self._hooks.plugin_states(),
@@ -232,14 +273,20 @@ class RunCheckpoints:
         saved = loaded.values.get("rounding")
         if not self.deterministic or saved is None:
             return
+        if not self._job.plan.exact_resume:
+            self._not_deterministic("the strategy, with these options, keeps state that checkpoints do not hold")
+            return
         now = _rounding(self._job)
         other = [name for name in _ROUNDING if saved.get(name) != now[name]]
         if other or (self._point is not None and self._point.changes):
             changed = [*other, *(self._point.changes if self._point is not None else ())]
-            self.deterministic = False
-            self.reason = f"different from the checkpoint's: {', '.join(changed)}"
-            if self._manager is not None:  # later checkpoints carry it on
-                self._manager.determinism = (False, self.reason)
+            self._not_deterministic(f"different from the checkpoint's: {', '.join(changed)}")
+
+    def _not_deterministic(self, reason: str) -> None:
+        """Later checkpoints carry it on."""
+        self.deterministic, self.reason = False, reason
+        if self._manager is not None:
+            self._manager.determinism = (False, reason)
 
 
 def portable_config(config: TrainConfig) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Everything about a run that is checked and decided before any rank starts. Torch-free."""
+"""Everything about a run that is checked and decided before any rank starts."""
 
 from __future__ import annotations
 
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -19,8 +19,7 @@ from mtb_core.data.source import open_dataset
 from mtb_core.model.spec import check_model
 from mtb_core.registry.discovery import Registry
 
-if TYPE_CHECKING:
-    from .checkpointing import ResumePoint
+from .checkpointing import ResumePoint, check_resume, find_checkpoint
 
 
 @attrs.frozen
@@ -56,14 +55,22 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
         raise ConfigError(
             f"--eval-data {config.eval_data} has no end; set --eval-batches to say how much of it to use."
         )
-    resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size)
-    resume = None
+    opened = None
     if config.resume is not None:
-        from .checkpointing import find_resume_point  # noqa: PLC0415  (imports torch)
-
-        resume = find_resume_point(resolved)
-        if resume is not None and resume.sync_mode is not None:
-            resolved = attrs.evolve(resolved, sync_mode=resume.sync_mode)
+        opened = find_checkpoint(config)
+    elif config.checkpoint_dir is not None:
+        _check_checkpoint_folder(Path(config.checkpoint_dir))
+    start_step = 0 if opened is None else opened.step
+    resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size, start_step=start_step)
+    vocabulary = resolved.config.vocab_size
+    if eval_dataset is not None and vocabulary is not None and eval_dataset.vocab_size > vocabulary:
+        raise ConfigError(
+            f"--eval-data {config.eval_data} has a vocabulary of {eval_dataset.vocab_size}, the model one of "
+            f"{vocabulary}; evaluate on data made the same way, or set --vocab-size {eval_dataset.vocab_size}."
+        )
+    resume = None if opened is None else check_resume(opened, resolved, dataset)
+    if resume is not None and resume.sync_mode is not None:
+        resolved = attrs.evolve(resolved, sync_mode=resume.sync_mode)
     return Planned(resolved, registry, strategy, sinks, dataset, eval_dataset, resume)
 
 
@@ -86,6 +93,20 @@ def _sinks(config: TrainConfig, registry: Registry) -> tuple[tuple[str, SinkInfo
     return tuple(out)
 
 
+def _check_checkpoint_folder(folder: Path) -> None:
+    """Two trainings in one folder would prune each other's checkpoints, and `latest` would go back."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--checkpoint-dir {folder} is a file; name a folder.")
+    from mtb_core.ckpt.catalog import list_steps  # noqa: PLC0415  (most runs save nothing)
+
+    ready = [found.step for found in list_steps(folder) if found.ready] if folder.is_dir() else []
+    if ready:
+        raise ConfigError(
+            f"--checkpoint-dir {folder} holds checkpoints of another run, up to step {max(ready)}. Go on with that run "
+            "by --resume latest (or auto), or name another folder for a new one."
+        )
+
+
 def make_run_folder(planned: Planned) -> Path:
     """Make the run's folder and check that it can be written to. Called by one process only.
 
@@ -97,13 +118,15 @@ def make_run_folder(planned: Planned) -> Path:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         return _make_fresh(Path("runs"), f"{stamp}-{config.strategy}-w{planned.resolved.world.size}")
     folder = Path(config.run_dir)
+    _make(folder / "logs")
+    if (folder / "result.json").is_dir():
+        raise ConfigError(f"--run-dir {folder}: result.json in it is a folder, and cannot be written; remove it.")
     if (folder / "config.toml").exists() and config.resume is None:
         msg = (
             f"--run-dir {folder} already holds a run. A run never overwrites another one: name a new folder, remove "
             "this one, or go on with the run by --resume."
         )
         raise ConfigError(msg)
-    _make(folder)
     return folder
 
 
@@ -152,8 +175,14 @@ def check_output(config: TrainConfig) -> None:
     path = Path(config.output)
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; name a file.")
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if existing != path and not existing.is_dir():
-        raise ConfigError(f"--output {path} cannot be written: {existing} is a file, not a folder; name another file.")
-    if not os.access(existing, os.W_OK):
-        raise ConfigError(f"--output {path} cannot be written: no permission for {existing}; name another file.")
+    probe = path.parent / f".{path.name}.probe-{os.getpid()}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        if path.exists() and not path.is_file():
+            return  # a device or a pipe is written to as it is
+        raise ConfigError(
+            f"--output {path} cannot be written: {error.strerror} (errno {error.errno}); name another file."
+        ) from error

@@ -116,6 +116,7 @@ class Trainer:
         )
         prepared.module.train()
         self._batch: StepBatch = loader.next()
+        self._loss.check_ignores(prepared.module, self._batch.inputs[0], self._batch.targets[0])
         self._valid = self._agree(0.0, 0.0, self._batch).next_valid
 
     def step(self, *, warmup: bool = False) -> StepRecord:

@@ -97,7 +97,13 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
         outcome.parameters = count_parameters(prepared.core)
         seed_generators(config.seed, ctx)
         checkpoints = RunCheckpoints(
-            job, hooks, prepared, folder=inputs.folder, point=inputs.resume, plugins=inputs.plugins
+            job,
+            hooks,
+            prepared,
+            folder=inputs.folder,
+            point=inputs.resume,
+            plugins=inputs.plugins,
+            dataset=inputs.dataset,
         )
         progress = outcome.progress = checkpoints.start()
         with Loader(
@@ -140,10 +146,9 @@ def _train(
     """All steps of a trial, with the checkpoints and evaluations between and after them."""
     config, ctx = inputs.resolved.config, inputs.ctx
     first = trainer.progress.global_step + 1
-    warmup = config.warmup_steps or 0
-    last = config.until_step if config.until_step is not None else first - 1 + warmup + (config.steps or 0)
+    warmup_until, last = inputs.resolved.warmup_until, inputs.resolved.last_step
     trainer.hooks.run_started(RunInfo(config, ctx, inputs.folder, first, last, trial, inputs.progress))
-    counted = first + warmup - 1 if _may_count(inputs, outcome) else None
+    counted = warmup_until if _may_count(inputs, outcome) else None
     evaluated = 0
     for step in range(first, last + 1):
         if step == counted:
@@ -151,7 +156,7 @@ def _train(
                 record = trainer.step(warmup=True)
             _note_collectives(counter, outcome)
         else:
-            record = trainer.step(warmup=step < first + warmup)
+            record = trainer.step(warmup=step <= warmup_until)
         outcome.records.append(record)
         checkpoints.settle(trainer.save_failed)
         if checkpoints.due(step):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -12,8 +11,8 @@ from typing import Any
 import attrs
 
 from mtb_core.api.descriptions import load_reference
-from mtb_core.api.values import RankContext
-from mtb_core.config import TrainConfig, config_values, fingerprint
+from mtb_core.api.values import RankContext, World
+from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.launch.worker import Worker
 from mtb_core.measure.environment import environment, provenance, redact, redact_values
 from mtb_core.measure.flops import device_peak_flops, mfu
@@ -26,6 +25,7 @@ from mtb_core.ranks.failures import Failure
 from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 
+from .checkpointing import Published, newest_published
 from .planning import Planned, make_run_folder, plan_run, write_config
 from .schedule import learning_rate
 from .trial import TrialInputs, TrialOutcome, run_trial
@@ -40,16 +40,20 @@ class Payload:
         plugins: the caller's own run plugins by name, made anew in every trial.
         planned: what the launcher has worked out and opened already. Forked ranks share it; it is not pickled, so
             spawned ranks work it out themselves.
+        resolved: the run as it was planned at first; after a restart its end is still the end.
+        newest: the newest checkpoint that was there before this run.
     """
 
     config: TrainConfig
     folder: Path | None
     argv: tuple[str, ...]
+    resolved: ResolvedRun
+    newest: Published | None
     plugins: Mapping[str, Callable[[], object]] = attrs.field(factory=dict)
     planned: Planned | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Payload, (self.config, self.folder, self.argv, self.plugins)
+        return Payload, (self.config, self.folder, self.argv, self.resolved, self.newest, self.plugins)
 
 
 def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
@@ -61,11 +65,9 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
     if not payload.config.compile:
         avoid_dynamo_import()
     planned = payload.planned
-    if worker.restarts:
-        # Ranks that are started again after a failure go on from what was saved since.
-        payload = _resuming(payload)
-        planned = None
-    if planned is None or planned.resolved.world != worker.world:
+    if worker.restarts and worker.launched_by == "mtb":
+        planned = _plan_restart(payload, worker.world)
+    elif planned is None or planned.resolved.world != worker.world:
         planned = plan_run(payload.config, discover(disabled=payload.config.no_plugin), worker.world)
     registry = planned.registry
     config = planned.resolved.config
@@ -74,13 +76,15 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
         same_on_all(ctx, "the configuration", _comparable(config))
         same_on_all(ctx, "the checkpoint to resume from", None if planned.resume is None else str(planned.resume.path))
         folder = _agreed_folder(payload, planned, ctx)
+        if ctx.rank == 0 and not worker.restarts:
+            write_config(folder, config)
         inputs = TrialInputs(
             resolved=planned.resolved,
             ctx=ctx,
             model=load_model(config, named=registry.models),
             dataset=planned.dataset,
             eval_dataset=planned.eval_dataset,
-            hooks=partial(_make_hooks, planned, payload.plugins),
+            hooks=partial(_make_hooks, planned, payload.plugins, partial(_warn, worker)),
             folder=folder,
             plugins=registry.plugins_in_use(),
             resume=planned.resume,
@@ -95,16 +99,35 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             if outcome.exit_reason != "done":
                 break
         result = _result(inputs, outcome, rows, registry, payload, worker.restarts)
-        if ctx.rank == 0:
+        if ctx.rank == 0 and not (_idle(result) and (folder / "result.json").exists()):
             result.write(folder / "result.json")
         return from_rank_zero(ctx, result.to_json() if ctx.rank == 0 else {})
 
 
-def _resuming(payload: Payload) -> Payload:
-    config = payload.config
-    if config.checkpoint_dir is None or config.resume not in (None, "latest"):
-        return payload
-    return attrs.evolve(payload, config=attrs.evolve(config, resume="auto"))
+def _plan_restart(payload: Payload, world: World) -> Planned:
+    """The run that was planned at first, from the newest checkpoint that it has published itself, if any."""
+    first, asked = payload.resolved, payload.config
+    resume = asked.resume
+    if asked.checkpoint_dir is not None:
+        newest = newest_published(Path(asked.checkpoint_dir))
+        if newest is not None and newest != payload.newest:
+            resume = str(newest.path)
+    config = attrs.evolve(
+        first.config, resume=resume, batch_size=first.config.batch_size if world == first.world else None
+    )
+    planned = plan_run(config, discover(disabled=asked.no_plugin), world)
+    resolved = attrs.evolve(
+        planned.resolved,
+        config=attrs.evolve(planned.resolved.config, resume=asked.resume),
+        warmup_until=first.warmup_until,
+        last_step=first.last_step,
+    )
+    return attrs.evolve(planned, resolved=resolved)
+
+
+def _idle(result: Result) -> bool:
+    """Whether the run had nothing left to do; its result then must not replace that of the run that did it."""
+    return result.exit_reason == "done" and not result.steps + result.warmup_steps
 
 
 def _comparable(config: TrainConfig) -> dict[str, Any]:
@@ -120,18 +143,21 @@ def _agreed_folder(payload: Payload, planned: Planned, ctx: RankContext) -> Path
         folder = from_rank_zero(ctx, make_run_folder(planned) if ctx.rank == 0 else None)
         assert folder is not None
     folder.mkdir(parents=True, exist_ok=True)
-    if ctx.rank == 0:
-        write_config(folder, planned.resolved.config)
     return folder
 
 
-def _make_hooks(planned: Planned, own: Mapping[str, Callable[[], object]]) -> Hooks:
+def _warn(worker: Worker, text: str) -> None:
+    """Show a warning to whoever started the ranks, also where progress is not shown."""
+    worker.progress({"event": "warning", "text": text, "rank": worker.rank})
+
+
+def _make_hooks(planned: Planned, own: Mapping[str, Callable[[], object]], warn: Callable[[str], None]) -> Hooks:
     """A trial's own strategy, sinks and run plugins."""
     sinks = {name: load_reference(info.impl)(options) for name, info, options in planned.sinks}
     plugins = {name: load_reference(info.impl)() for name, info in planned.registry.run_plugins.items()}
     plugins.update({name: make() for name, make in own.items()})
     strategy = load_reference(planned.strategy.impl)()
-    return Hooks(strategy, sinks=sinks, plugins=plugins, warn=logging.getLogger("mtb").warning)
+    return Hooks(strategy, sinks=sinks, plugins=plugins, warn=warn)
 
 
 def _row(row: dict[str, Any], outcome: TrialOutcome, inputs: TrialInputs) -> dict[str, Any]:

@@ -116,3 +116,29 @@ class FirstTokenLoss(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         real = targets[:, 0] != -100
         return (tokens[:, 0].float() * real).sum() / real.sum().clamp(min=1) + 0.0 * self.weight
+
+
+class OtherIgnoreLabel(Net):
+    """Makes its own loss, with another label for targets that do not count."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class Normalised(Net):
+    """With running statistics, which differ between ranks until they are brought together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(VOCABULARY)
+
+    def trouble(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.norm(logits.flatten(0, 1)).view_as(logits)
+
+
+class LeavesQuietly(Net):
+    def trouble(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.calls == 3:
+            sys.exit(0)
+        return logits
