@@ -128,6 +128,8 @@ def _steps(values: Mapping[str, Any]) -> str:
     steps, warmup, last = (values.get(key) for key in ("steps", "warmup_steps", "global_step"))
     if steps is None:
         return ""
+    if not steps and values.get("exit_reason") == "failed":  # it did not get so far: no figure
+        return f"now at step {last}" if last else ""
     return _join(f"{steps} measured", warmup and f"{warmup} warm-up before", last is not None and f"now at step {last}")
 
 
@@ -177,7 +179,7 @@ def _mfu(values: Mapping[str, Any]) -> str:
     if share is not None:
         convention = values.get("flops_convention")
         return f"{share:.1%}" + (f", FLOPs by the convention '{convention}'" if convention else "")
-    if "mfu" not in values:
+    if "mfu" not in values or values.get("exit_reason") == "failed":
         return ""
     return f"not known: {values.get('mfu_reason') or 'no reason given'}"
 

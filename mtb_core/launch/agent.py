@@ -201,7 +201,9 @@ class Agent(SimpleElasticAgent):
         """At the end of the rank's log, where it is not in the way of the message for people."""
         if worker.failure is None or not worker.failure.traceback:
             return
-        with suppress(OSError), rank_log(self._launch.log_dir, worker.rank).open("a", encoding="utf-8") as file:
+        log = rank_log(self._launch.log_dir, worker.rank)
+        # A message may hold surrogates, from a file's name that is no UTF-8.
+        with suppress(OSError), log.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(worker.failure.traceback)
         if self._launch.debug and self._launch.on_line is not None:
             for line in worker.failure.traceback.splitlines():

@@ -95,10 +95,7 @@ def _run(start: Start, stop: StopFlag) -> bytes:
         # Plain pickle: multiprocessing's would hand tensors over as shared memory, which ends with this process.
         return pickle.dumps(Report(start.entry(start.payload, worker), stop=stop.requested))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the launcher is told)
-        failure = failure_of(error, start.rank)
-        if failure.kind == "exit code 0":
-            return pickle.dumps(Report(stop=stop.requested))
-        return pickle.dumps(Report(failure=failure, stop=stop.requested))
+        return pickle.dumps(Report(failure=failure_of(error, start.rank), stop=stop.requested))
 
 
 class Progress:

@@ -122,7 +122,14 @@ class Display:
         self.close()
 
     def progress(self, fields: Mapping[str, Any]) -> None:
-        """Take a message of the sink ``console`` in; see there for its fields. Messages of unknown kind are left out."""
+        """Take a message of the sink ``console`` in; see there for its fields. Messages of unknown kind are left out.
+
+        ``{"event": "warning", "text": ..., "rank": ...}`` is a warning of that rank; shown also when quiet.
+        """
+        if fields.get("event") == "warning":
+            rank = fields.get("rank")
+            self.warning(f"{'' if rank is None else f'rank {rank}: '}{fields.get('text')}")
+            return
         if self._quiet:
             return
         with self._lock:

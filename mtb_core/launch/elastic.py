@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import attrs
 
-from mtb_core.api.errors import RunFailed
+from mtb_core.api.errors import ConfigError, RunFailed
 from mtb_core.ranks.failures import Failure, first_cause
 from mtb_core.ranks.signals import STOP_SIGNALS
 from mtb_core.ranks.worker import Worker
@@ -147,6 +147,7 @@ def launch(spec: LaunchSpec) -> LaunchOutcome:
     Callbacks run in the calling thread, about ten times a second.
 
     Raises:
+        ConfigError: there can be no folder `log_dir`.
         RunFailed: nodes could not meet.
     """
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
@@ -154,7 +155,7 @@ def launch(spec: LaunchSpec) -> LaunchOutcome:
 
     from .agent import Agent  # noqa: PLC0415  (imports torch)
 
-    spec.log_dir.mkdir(parents=True, exist_ok=True)
+    _make_folder(spec.log_dir)
     signals = LauncherSignals()
     with _quiet(debug=spec.debug), signals.catching():
         agent = None
@@ -174,6 +175,17 @@ def launch(spec: LaunchSpec) -> LaunchOutcome:
                 )
                 raise RunFailed(msg) from error
         return _outcome(agent, signals)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = (
+            f"The folder {folder} for the ranks' logs cannot be made: {error.strerror}. It must be a folder that may be "
+            "written to: move away what is in its place, or choose another --run-dir."
+        )
+        raise ConfigError(msg) from error
 
 
 def _outcome(agent: Any, signals: LauncherSignals) -> LaunchOutcome:

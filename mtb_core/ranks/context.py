@@ -40,14 +40,15 @@ def open_ranks(
         timeout: of collectives; None is torch's default.
 
     Raises:
+        ConfigError: the backend does not work on the device.
         PeerFailed: this rank lost its peers, and the first cause is known.
         RunFailed: the ranks cannot meet, or the device is not there.
     """
     where = _device(device, worker)
+    chosen = _backend(backend, where)  # also where none is needed: what was asked for must be possible
     if worker.world.size == 1 and not plan.process_group:
         yield RankContext(worker.rank, worker.local_rank, worker.world, where, None, plan.layout)
         return
-    chosen = _backend(backend, where)
     with single_node_interface(worker.world):
         store = _join(worker, where, chosen, timeout)
         try:

@@ -129,6 +129,25 @@ def test_a_run_that_stops_early_shows_its_last_step_once(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("quiet", [True, False])
+def test_warnings_of_ranks_are_shown_also_when_quiet(quiet):
+    """A warning among a rank's messages of progress names its rank, and --quiet does not hide it."""
+    stream = io.StringIO()
+    shown = Display(stream, quiet=quiet)
+    shown.progress({"event": "warning", "text": "sink 'x' is switched off", "rank": 1})
+    shown.progress({"event": "warning", "text": "of the run"})
+    assert stream.getvalue() == "warning: rank 1: sink 'x' is switched off\nwarning: of the run\n"
+
+
+def test_a_warning_stands_above_the_bar(terminal):
+    """With a live bar a rank's warning has a line of its own."""
+    with Display(terminal) as shown:
+        shown.progress(start())
+        shown.progress({"event": "warning", "text": "sink 'x' is switched off", "rank": 0})
+        run(shown, [1])
+    assert "warning: rank 0: sink 'x' is switched off\n" in terminal.text
+
+
 def test_lines_of_workers_carry_their_rank_line_by_line():
     """Also where one message holds several lines, or a carriage return."""
     stream = io.StringIO()

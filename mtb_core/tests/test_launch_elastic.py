@@ -8,6 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from mtb_core.api import ConfigError
 from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.ranks.context import open_ranks
 from mtb_core.tests.launching import gone, mark, plan_for, read_mark, run_ranks
@@ -41,6 +42,10 @@ def fail(how, worker):
             match how:
                 case "raise":
                     raise ValueError("boom-r1")
+                case "raise unspeakable":
+                    raise ValueError("boom-\udcff")
+                case "sys.exit(0)":
+                    sys.exit(0)
                 case "sys.exit":
                     sys.exit(3)
                 case "_exit":
@@ -57,6 +62,7 @@ def fail(how, worker):
     ("how", "kind", "text"),
     [
         ("raise", "ValueError", "Rank 1 failed: ValueError: boom-r1"),
+        ("sys.exit(0)", "exit code 0", "Rank 1 left with exit code 0."),
         ("sys.exit", "exit code 3", "Rank 1 left with exit code 3"),
         ("_exit", "exit code 5", "Rank 1 left with exit code 5"),
         ("segv", "signal SIGSEGV", "Rank 1 died by SIGSEGV"),
@@ -70,6 +76,20 @@ def test_first_failure_is_named(tmp_path, how, kind, text):
     assert (out.failure.rank, out.failure.kind, out.failure.secondary) == (1, kind, False)
     assert str(out.failure).startswith(text)
     assert "boom-r1" not in (tmp_path / "rank_00000.log").read_text().partition("Traceback")[0]
+
+
+def test_a_traceback_that_is_no_utf8_is_kept(tmp_path):
+    """What a message holds that UTF-8 cannot say is spelt out in the log."""
+    out = run_ranks(fail, tmp_path, "raise unspeakable")
+    assert out.failure.message == "boom-\udcff"
+    assert "ValueError: boom-\\udcff" in (tmp_path / "rank_00001.log").read_text(encoding="utf-8")
+
+
+def test_a_file_in_place_of_the_logs(tmp_path):
+    """Where there can be no folder for logs, the message names it and says what to do, and nothing is started."""
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(ConfigError, match=r"logs for the ranks' logs cannot be made: File exists\..*--run-dir"):
+        run_ranks(identity, tmp_path / "logs")
 
 
 def one_fails_one_hangs(folder, worker):

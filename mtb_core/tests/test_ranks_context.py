@@ -61,12 +61,13 @@ def test_two_ranks(tmp_path, monkeypatch):
     assert out.values == {r: (r, World(2, 2), "cpu", "gloo", 2, b"x", "lo", False, False) for r in range(2)}
 
 
-def test_nccl_needs_cuda():
-    """The backend nccl on cpu is refused."""
+@pytest.mark.parametrize("process_group", [True, False])
+def test_nccl_needs_cuda(process_group):
+    """The backend nccl on cpu is refused, also by one rank that needs no backend."""
     with (
         alone() as worker,
         pytest.raises(ConfigError, match="valid here: gloo"),
-        open_ranks(worker, plan_for(1), device="cpu", backend="nccl"),
+        open_ranks(worker, plan_for(1, process_group=process_group), device="cpu", backend="nccl"),
     ):
         pass
 

@@ -125,6 +125,17 @@ def test_a_failed_run_shows_what_there_is(capsys):
     assert "loss" not in rows(out)
 
 
+def test_a_failed_run_does_not_show_what_tells_nothing(capsys):
+    """No measured steps and no MFU are a matter of course there; what it did reach is shown."""
+    nothing = RESULT | {"exit_reason": "failed", "steps": 0, "warmup_steps": 0, "global_step": 0}
+    print_result(nothing)
+    assert {"steps", "MFU"}.isdisjoint(rows(capsys.readouterr().out))
+    print_result(nothing | {"global_step": 3})
+    assert rows(capsys.readouterr().out)["steps"] == "now at step 3"
+    print_result(nothing | {"steps": 7, "global_step": 12, "warmup_steps": 5})
+    assert rows(capsys.readouterr().out)["steps"] == "7 measured, 5 warm-up before, now at step 12"
+
+
 @pytest.mark.parametrize("columns", ["30", "40", "80"])
 def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, columns):
     """Long values are wrapped, none is cut off."""
