@@ -57,6 +57,7 @@ bench:  ## the benchmarks, with their peers, in a venv of their own
 	benchmarks/setup.sh
 	.venv-bench/bin/python benchmarks/startup.py
 	.venv-bench/bin/python benchmarks/trainer_overhead.py
+	OMP_NUM_THREADS=1 .venv-bench/bin/python benchmarks/checkpoint_speed.py --nproc 2
 
 clean:  ## remove the environments and caches; runs/ stays
 	rm -rf $(VENV) .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -60,6 +60,8 @@ def run(
     until, resume = planned.resolved.config.until_step, planned.resume
     here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
     with Display(quiet=quiet, redirect=here) as display:
+        if config.resume is not None and resume is None:
+            display.message(f"Nothing to resume from in {config.checkpoint_dir}: starting anew.")
         if until is not None and resume is not None and resume.step >= until:
             display.message(f"Nothing left to do: {resume.path} is at step {resume.step}, and --until-step is {until}.")
         run_it = partial(_run_here, external=external) if here else _launch

@@ -182,12 +182,13 @@ def test_changed_configuration_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_latest_never_starts_anew(tmp_path: Path) -> None:
+def test_latest_never_starts_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a checkpoint `latest` is an error before any rank starts; `auto` starts anew."""
     values = settings(tmp_path, "single", until_step=2, checkpoint_dir=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="found no complete checkpoint"):
         run(TrainConfig(**values, resume="latest"), quiet=True)
-    result, _ = run_recorded(TrainConfig(**values, resume="auto"), tmp_path / "out")
+    result = run(TrainConfig(**values, resume="auto", run_dir=str(tmp_path / "out")))
+    assert "starting anew" in capsys.readouterr().err
     assert result.global_step == 2
     assert result.runtime["resumed"] is False
 
