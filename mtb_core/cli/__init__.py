@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from .root import root  # noqa: PLC0415  (an error in there is reported like any other)
 
+    _fill_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _invoke(root, arguments)
@@ -44,9 +45,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if not (_drop_stdout() or _from_writing(error)):
+            return _defect()
+        return _refuse(f"cannot write the output: {error.strerror or error}.", EXIT_RUN_FAILED, arguments)
     except Exception:  # noqa: BLE001  (the last one to see it)
-        _complain(traceback.format_exc() + "mtb: this is a defect, not your mistake; please report it with the above.")
-        return EXIT_RUN_FAILED
+        return _defect()
+
+
+def _fill_closed_streams() -> None:
+    """Where the caller closed a standard stream (``>&-``), put one that leads nowhere.
+
+    Otherwise every use would have to ask whether the stream is there, and a file that is opened later would get its
+    descriptor, and with it what C code prints.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if descriptor else "r", encoding="utf-8")  # noqa: SIM115  (for the process's life)
+            if stream.fileno() == descriptor:
+                os.set_inheritable(descriptor, True)
+            setattr(sys, name, stream)
+
+
+def _from_writing(error: OSError) -> bool:
+    """Whether it was a write to a standard stream that failed; one without a buffer has nothing left to try again."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    module = innermost.f_globals.get("__name__", "")
+    return error.filename is None and (module == "click.utils" or module.startswith((f"{__name__}.", "rich.")))
+
+
+def _defect() -> int:
+    _complain(traceback.format_exc() + "mtb: this is a defect, not your mistake; please report it with the above.")
+    return EXIT_RUN_FAILED
 
 
 def _invoke(root: click.Command, arguments: list[str]) -> int:
@@ -78,12 +108,15 @@ def _complain(text: str) -> None:
         _drop_stdout()
 
 
-def _drop_stdout() -> None:
-    """Keep the interpreter from complaining at exit about output that nobody reads any more."""
+def _drop_stdout() -> bool:
+    """Keep the interpreter from complaining at exit about output that cannot be written; whether there was any."""
+    dropped = False
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
             os.dup2(nowhere, stream.fileno())
+            dropped = True
     os.close(nowhere)
+    return dropped

@@ -222,6 +222,47 @@ def test_a_reader_that_goes_away():
     assert "BrokenPipe" not in ran.stderr
 
 
+#: `mtb`, with a `run` that needs no torch.
+WITH_A_RUN = """
+import sys, types
+from mtb_core.cli import main
+from mtb_core.measure.result import Result
+def run(config, *, quiet):
+    return Result(exit_reason="stopped", strategy="single", strategy_options={}, world_size=1, precision="fp32")
+sys.modules["mtb_core.running"] = types.SimpleNamespace(run=run, reports_here=lambda: True)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_closed_stdout(form):
+    """`mtb train >&-`: the result is not shown, and the exit code is the run's."""
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", WITH_A_RUN, "train", *form]
+    ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (4, "")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_result_on_a_full_disk(form, unbuffered, monkeypatch):
+    """`mtb train >/dev/full`: one line says that the output cannot be written."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", WITH_A_RUN, "train", *form]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (3, "mtb: error: cannot write the output: No space left on device.\n")
+
+
+def test_another_error_of_the_system_is_a_defect(command, capsys):
+    """Only output that cannot be written is told as such."""
+    assert command(fail_with(OSError(28, "No space left on device"))) == 3
+    assert "defect" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(120)
 def test_a_full_disk_behind_stdout():
     """Output that cannot be written is an error, not silence."""
@@ -232,4 +273,4 @@ def test_a_full_disk_behind_stdout():
         command = [sys.executable, "-m", "mtb_core", "--version"]
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ran.returncode == 3
-    assert "No space left" in ran.stderr
+    assert ran.stderr == "mtb: error: cannot write the output: No space left on device.\n"
