@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import attrs
 
 from mtb_core.api.errors import ConfigError
 
-from .layout import LATEST, LEGACY_MANIFEST, MANIFEST, READY, DamagedCheckpoint, step_of
+from . import files
+from .layout import LATEST, MANIFEST, READY, DamagedCheckpoint, is_legacy, step_of
 from .manifest import check_ready, read_manifest
 
 log = logging.getLogger("mtb.checkpoint")
+
+#: Longest file that can be a pointer.
+_LATEST_BYTES = 64
 
 
 @attrs.frozen
@@ -26,13 +31,13 @@ class Found:
 
 def is_ready(path: Path) -> bool:
     """Whether `path` is a published checkpoint: its ``READY`` fits its manifest. Data files are not read."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    if (path / LEGACY_MANIFEST).is_file() and not (path / MANIFEST).exists():
-        return (path / READY).is_file()
     try:
+        if path.is_symlink() or not path.is_dir():
+            return False
+        if is_legacy(path):
+            return (path / READY).is_file()
         check_ready(path)
-    except DamagedCheckpoint:
+    except (DamagedCheckpoint, OSError):
         return False
     return True
 
@@ -45,12 +50,20 @@ def list_steps(folder: Path) -> list[Found]:
     return [Found(step, path, is_ready(path)) for step, path in sorted(named)]
 
 
+def followed(path: Path) -> Path:
+    """The folder that a person means by `path`: where it is a link, what it leads to.
+
+    Links in a folder of checkpoints are not steps of it, but one may be named.
+    """
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 def read_latest(folder: Path) -> Path | None:
     """The folder that ``latest`` names; None if there is no pointer or it holds no name of a step folder."""
     try:
-        with (folder / LATEST).open("rb") as file:
-            name = file.read(64).decode("ascii", "replace").strip()
-    except OSError:
+        # Not by a plain open, which would wait for ever where the pointer is a FIFO.
+        name = files.read_small(folder, LATEST, _LATEST_BYTES).decode("ascii", "replace").strip()
+    except (OSError, ValueError):
         return None
     return folder / name if step_of(name) is not None else None
 
@@ -111,7 +124,7 @@ def find(folder: Path | None, selector: str) -> Path | None:
             )
             raise ConfigError(msg)
         return found
-    path = Path(selector)
+    path = followed(Path(selector))
     if is_ready(path):
         return path
     if not path.exists():

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mtb_core.api.errors import ConfigError
 
+from .catalog import is_ready
 from .dtypes import safetensors_name
-from .layout import TEMPORARY
+from .layout import TEMPORARY, step_of
 from .metadata import TensorEntry
 from .opened import Opened
 from .tensors import TensorFiles
@@ -36,7 +38,7 @@ def export_safetensors(opened: Opened, output: Path, most_bytes: int | None = No
         The files written, each complete or not there at all.
 
     Raises:
-        ConfigError: the output exists, or a weight has a dtype that the format does not know.
+        ConfigError: the output exists, is in a checkpoint or cannot be written, or a weight has a dtype that the format does not know.
         DamagedCheckpoint: the checkpoint is not what was published.
     """
     names = sorted(key for key in opened.entries if key.startswith(_PREFIX))
@@ -46,17 +48,46 @@ def export_safetensors(opened: Opened, output: Path, most_bytes: int | None = No
         except KeyError:
             msg = f"{key} is {opened.entries[key].dtype}, which the safetensors format does not know; it cannot be exported."
             raise ConfigError(msg) from None
-    if output.exists() and (most_bytes is None or not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output} exists; name a new {'file' if most_bytes is None else 'folder'}.")
+    refuse_in_checkpoint(output)
+    with writing(output):
+        if output.exists() and (most_bytes is None or not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"--output {output} exists; name a new {'file' if most_bytes is None else 'folder'}.")
     if opened.manifest is not None:
         opened.check_files(sorted(opened.manifest.files))
     with opened.tensors() as stored:
         stored.check_all()
-        if most_bytes is None:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            _write(stored, names, output)
-            return [output]
-        return _write_sharded(stored, names, output, most_bytes)
+        with writing(output):
+            if most_bytes is None:
+                output.parent.mkdir(parents=True, exist_ok=True)
+                _write(stored, names, output)
+                return [output]
+            return _write_sharded(stored, names, output, most_bytes)
+
+
+def refuse_in_checkpoint(output: Path) -> None:
+    """Refuse to write into a checkpoint's folder: with a file more it would not verify any more.
+
+    Raises:
+        ConfigError: `output` is, or would lie in, one.
+    """
+    real = Path(os.path.realpath(output))
+    for place in (real, *real.parents):
+        if step_of(place.name) is not None or is_ready(place):
+            msg = (
+                f"--output {output} lies in the checkpoint {place}, which must stay as it was published; name a place "
+                "outside of it."
+            )
+            raise ConfigError(msg)
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turn an `OSError` of writing what ``--output`` names into a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--output {output} cannot be written: {reason}. Name another place.") from error
 
 
 def _write_sharded(stored: TensorFiles, names: Sequence[str], folder: Path, most_bytes: int) -> list[Path]:

@@ -7,6 +7,8 @@ starts with ``.tmp-`` is work in progress, or its leftovers, and never resumed f
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ LEGACY_MANIFEST = "metadata.json"
 SMALL_FILE_BYTES = 256 << 20
 
 _STEP_NAME = re.compile(r"step_(\d{8,18})")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _TEMPORARY_NAME = re.compile(r"\.tmp-(step_\d{8,18}|latest|probe)-[0-9a-f]{16}(-\d+)?")
 
 
@@ -37,8 +40,8 @@ class DamagedCheckpoint(MtbError):
 
     def __init__(self, path: Path, file: str, problem: str) -> None:
         super().__init__(
-            f"The checkpoint {path} is damaged: {file}: {problem}. Resume from another one, or copy it again; "
-            f"`mtb checkpoint verify {path}` lists everything that is wrong with it."
+            f"The checkpoint {shown(str(path))} is damaged: {shown(file)}: {shown(problem)}. Resume from another one, or copy it again; "
+            f"`mtb checkpoint verify {shown(str(path))}` lists everything that is wrong with it."
         )
         self.path, self.file, self.problem = path, file, problem
 
@@ -57,6 +60,24 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
+def name_problem(path: Path, step: int) -> str | None:
+    """What is wrong with the name of a checkpoint of `step`: another step's. Names that are no step's are free."""
+    named = step_of(Path(os.path.abspath(path)).name)  # noqa: PTH100  (without following links, unlike resolve)
+    if named is None or named == step:
+        return None
+    return f"it is of step {step}, but its folder is named {step_name(named)}; give the folder its own name back"
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether a folder is of the older formats; a stray ``metadata.json`` beside a manifest does not make it so."""
+    return (path / LEGACY_MANIFEST).is_file() and not os.path.lexists(path / MANIFEST)
+
+
+def shown(text: str) -> str:
+    """`text` from a file for a terminal or a log: what is not printable is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def is_temporary(name: str) -> bool:
     """Whether a name is one that only this package gives to work in progress."""
     return _TEMPORARY_NAME.fullmatch(name) is not None
@@ -73,15 +94,22 @@ def shard_name(rank: int) -> str:
 
 
 def parse_json(text: bytes) -> Any:
-    """Strict JSON: no NaN, no infinity, no key twice.
+    """Strict JSON in UTF-8: no NaN, no number beyond a double, no key twice, no half of a surrogate pair.
 
     Raises:
         ValueError: anything else.
     """
     try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_once)
+        # Decoded here, for `json.loads` lets surrogates in bytes pass.
+        value = json.loads(text.decode(), parse_constant=_refuse, parse_float=_finite_float, object_pairs_hook=_once)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except UnicodeError as error:
+        raise ValueError(f"it is not text in UTF-8 ({error.reason})") from None  # type: ignore[attr-defined]
+    else:
+        return value
 
 
 def dump_json(value: Any) -> bytes:
@@ -95,6 +123,13 @@ def dump_json(value: Any) -> bytes:
 
 def _refuse(token: str) -> Any:
     raise ValueError(f"{token} is not JSON")
+
+
+def _finite_float(token: str) -> float:
+    value = float(token)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {token[:40]} is too large")
+    return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from . import catalog, files, publish
 from .group import SaverGroup, surrounding_context
 from .layout import TEMPORARY
 from .loading import Loaded, load_checkpoint
+from .manifest import with_counts
 from .rng import capture_rng
 from .saving import Request, Saver, Snapshot
 
@@ -146,9 +147,11 @@ class CheckpointManager:
         Args:
             step: optimizer steps completed.
             state: this rank's pieces.
-            meta: JSON values for the manifest, equal on all ranks.
+            meta: JSON values for the manifest, equal on all ranks; for those that every checkpoint has and that are
+                not given, see `mtb_core.ckpt.manifest.UNSAID`.
             sections: JSON values for ``state.json``, equal on all ranks: ``train_state``, ``scheduler``, ``data``,
-                ``optimizer``, ``loss_scaler``, ``plugins``, …
+                ``optimizer``, ``loss_scaler``, ``plugins``, … Counts that ``train_state`` lacks (``global_step``,
+                ``samples_seen``, ``tokens_seen``) are taken from `step` and `meta`.
             rng: this rank's random state; None takes the present one.
             attachments: this rank's further files, name in the checkpoint to source; the part that is there now is
                 copied.
@@ -162,7 +165,7 @@ class CheckpointManager:
         request = Request(
             step=step,
             meta={**(meta or {}), "deterministic": deterministic, "determinism_reason": reason},
-            sections={**(sections or {}), "scalars": dict(state.scalars)},
+            sections={**with_counts(sections or {}, step, meta or {}), "scalars": dict(state.scalars)},
             rng=capture_rng(self.ctx.device) if rng is None else rng,
             attachments=attachments or {},
         )
@@ -229,7 +232,9 @@ class CheckpointManager:
                 dtype, or random state missing or damaged (unless `allow_missing_rng`). After a failure the pieces
                 may be partly filled.
         """
-        loaded = load_checkpoint(Path(path), state, self.ctx, self._group, allow_missing_rng=allow_missing_rng)
+        loaded = load_checkpoint(
+            catalog.followed(Path(path)), state, self.ctx, self._group, allow_missing_rng=allow_missing_rng
+        )
         self.determinism = (loaded.deterministic, loaded.determinism_reason)
         return loaded
 

@@ -16,17 +16,38 @@ from .layout import MANIFEST, READY, SMALL_FILE_BYTES, DamagedCheckpoint, dump_j
 #: Format that is written. See `mtb_core.ckpt.versions` for the older ones that are read.
 FORMAT_VERSION = 3
 
-#: Keys that the reader relies on, with their types.
-_REQUIRED: dict[str, type | tuple[type, ...]] = {
-    "format_version": int,
-    "step": int,
-    "sequence": int,
-    "world_size": int,
-    "deterministic": bool,
-    "determinism_reason": (str, type(None)),
-    "digest_algorithm": str,
-    "files": dict,
+#: What a manifest says where a caller of `CheckpointManager.save` did not.
+UNSAID: Mapping[str, Any] = {
+    "samples_seen": 0,
+    "tokens_seen": 0,
+    "strategy": "unknown",
+    "precision": "unknown",
+    "config": {},
+    "config_fingerprint": "unknown",
+    "plugins": [],
 }
+
+#: Keys that every manifest has, with their types; whole numbers are counts, so not negative.
+_REQUIRED: dict[str, tuple[type, ...]] = {
+    "format_version": (int,),
+    "step": (int,),
+    "sequence": (int,),
+    "samples_seen": (int,),
+    "tokens_seen": (int,),
+    "strategy": (str,),
+    "world_size": (int,),
+    "precision": (str,),
+    "config": (dict,),
+    "config_fingerprint": (str,),
+    "plugins": (list,),
+    "created_at": (str,),
+    "deterministic": (bool,),
+    "determinism_reason": (str, type(None)),
+}
+_COUNTS = ("global_step", "samples_seen", "tokens_seen")
+
+#: No count is larger (the longest name of a step has 18 digits).
+_MOST = 10**18 - 1
 
 
 @attrs.frozen
@@ -104,22 +125,71 @@ def _parse(values: Any) -> Manifest:
     if not isinstance(values, dict):
         raise ValueError("it is not a JSON object")
     version = values.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if type(version) is int and version > FORMAT_VERSION:
         raise ValueError(
             f"its format version {version} is newer than {FORMAT_VERSION}, the newest known here; update mtb-core"
         )
-    for key, kind in _REQUIRED.items():
-        value = values.get(key)
-        if key not in values or not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"the value of {key!r} is missing or of the wrong type")
+    check_values(values)
     if version != FORMAT_VERSION:
         raise ValueError(f"its format version is {version}; {FORMAT_VERSION} is expected in {MANIFEST}")
-    if values["digest_algorithm"] != files.ALGORITHM:
-        raise ValueError(f"its digests are by {values['digest_algorithm']!r}; known here: {files.ALGORITHM}")
-    if not 1 <= values["world_size"] <= 1 << 24 or values["step"] < 0:
-        raise ValueError(f"world_size {values['world_size']} or step {values['step']} is out of range")
-    listed = values.pop("files")
+    if values.get("digest_algorithm") != files.ALGORITHM:
+        raise ValueError(f"its digests are by {values.get('digest_algorithm')!r}; known here: {files.ALGORITHM}")
+    listed = values.pop("files", None)
+    if not isinstance(listed, dict):
+        raise ValueError("the value of 'files' is missing or of the wrong type")
+    if not 1 <= values["world_size"] <= len(listed):  # each rank has files; before any of their names is made
+        raise ValueError(f"its world_size is {values['world_size']}, but it lists {len(listed)} files in all")
     return Manifest(values, {name: _entry(name, entry) for name, entry in listed.items()})
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Check that the values of a manifest are all there and of their types.
+
+    Raises:
+        ValueError: one is not; names its key.
+    """
+    for key, kinds in _REQUIRED.items():
+        if type(values.get(key)) not in kinds or key not in values:
+            raise ValueError(f"the value of {key!r} is missing or of the wrong type")
+        if int in kinds:
+            _check_count(key, values[key])
+    if not all(isinstance(plugin, dict) for plugin in values["plugins"]):
+        raise ValueError("the value of 'plugins' is not a list of objects")
+
+
+def with_counts(sections: Mapping[str, Any], step: int, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """`sections` of a checkpoint of `step`, with the counts that its ``train_state`` lacks."""
+    stated = sections.get("train_state")
+    if stated is not None and not isinstance(stated, Mapping):
+        return dict(sections)  # refused by `check_sections`
+    counts = {"global_step": step, **{key: meta.get(key, UNSAID[key]) for key in ("samples_seen", "tokens_seen")}}
+    return {**sections, "train_state": {**counts, **(stated or {})}}
+
+
+def check_sections(sections: Mapping[str, Any], step: int) -> None:
+    """Check what a reader relies on in the ``state.json`` of a checkpoint of `step`.
+
+    Raises:
+        ValueError: ``train_state`` is missing, a count in it is none, or is of another step; or another section is of
+            the wrong type.
+    """
+    state = sections.get("train_state")
+    if not isinstance(state, Mapping):
+        raise ValueError("the value of 'train_state' is missing or not an object")
+    for key in _COUNTS:
+        if type(state.get(key)) is not int:
+            raise ValueError(f"the value of {key!r} in 'train_state' is missing or no whole number")
+        _check_count(key, state[key])
+    if state["global_step"] != step:
+        raise ValueError(f"its 'train_state' is of step {state['global_step']}, but the checkpoint is of step {step}")
+    for key in ("scheduler", "data", "plugins", "scalars"):
+        if not isinstance(sections.get(key), Mapping | None):
+            raise ValueError(f"the value of {key!r} is not an object")
+
+
+def _check_count(key: str, value: int) -> None:
+    if not 0 <= value <= _MOST:
+        raise ValueError(f"the value of {key!r} is {'negative' if value < 0 else 'too large'}")
 
 
 def _entry(name: str, entry: Any) -> FileEntry:

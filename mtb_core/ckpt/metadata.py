@@ -231,6 +231,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"a text was expected, found {type(value).__name__}")
+    value.encode()  # refuses halves of surrogate pairs
     return value
 
 

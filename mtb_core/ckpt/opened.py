@@ -11,18 +11,19 @@ import attrs
 
 from . import files
 from .layout import (
-    LEGACY_MANIFEST,
     MANIFEST,
     METADATA,
     README,
     SMALL_FILE_BYTES,
     STATE,
     DamagedCheckpoint,
+    is_legacy,
+    name_problem,
     parse_json,
     rng_name,
     shard_name,
 )
-from .manifest import FORMAT_VERSION, Manifest, read_manifest
+from .manifest import FORMAT_VERSION, Manifest, check_sections, read_manifest
 from .metadata import TensorEntry, parse_metadata
 from .tensors import TensorFiles
 
@@ -83,17 +84,23 @@ def open_checkpoint(path: Path) -> Opened:
     Raises:
         DamagedCheckpoint: one of them is missing or not what was published.
     """
-    if (path / LEGACY_MANIFEST).is_file() and not (path / MANIFEST).exists():
+    if is_legacy(path):
         from .versions import open_legacy  # noqa: PLC0415  (builds on this module)
 
         return open_legacy(path)
     manifest = read_manifest(path)
+    if problem := name_problem(path, manifest.step):
+        raise DamagedCheckpoint(path, MANIFEST, problem)
     for name in required_files(manifest.world_size):
         if name not in manifest.files:
             raise DamagedCheckpoint(path, MANIFEST, f"it does not list {name}")
     opened = Opened(path, int(manifest.values["format_version"]), manifest.values, manifest, {}, {})
     opened.check_files([STATE, METADATA])
     sections = read_json(path, STATE)
+    try:
+        check_sections(sections, manifest.step)
+    except ValueError as error:
+        raise DamagedCheckpoint(path, STATE, str(error)) from error
     entries, others = read_entries(path)
     if others:
         raise DamagedCheckpoint(path, METADATA, f"it has entries that are not tensors: {', '.join(others[:3])}")

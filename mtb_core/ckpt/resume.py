@@ -63,7 +63,7 @@ def check_schedule(scheduler: Mapping[str, Any] | None, step: int, config: Train
         return {"completed_steps": step}
     if scheduler.get("completed_steps") != step:
         raise ConfigError(
-            f"The checkpoint's schedule has completed {scheduler.get('completed_steps')} steps, but its global step is "
+            f"The checkpoint's schedule has completed {scheduler.get('completed_steps')!r} steps, but its global step is "
             f"{step}; the two must be equal. Resume from another checkpoint."
         )
     return dict(scheduler)

@@ -16,7 +16,7 @@ from . import files, publish
 from .group import SaverGroup, Trouble
 from .image import Image, make_image, metadata_bytes
 from .layout import METADATA, README, RNG_FOLDER, STATE, dump_json, rng_name, shard_name
-from .manifest import FORMAT_VERSION, FileEntry, Manifest
+from .manifest import FORMAT_VERSION, UNSAID, FileEntry, Manifest, check_sections, check_values
 from .metadata import Chunk, TensorEntry
 from .plan import Part, assign
 from .publish import Workspace
@@ -108,6 +108,7 @@ class Saver:
 
         def begin() -> tuple[str | None, bool, dict[str, str]]:
             nonlocal workspace
+            check_sections(request.sections, request.step)
             values = {"step": request.step, **request.meta, **request.sections}
             digests = {key: files.digest_bytes(dump_json(value)) for key, value in values.items()}
             if self._ctx.rank == 0:
@@ -208,9 +209,11 @@ class Saver:
                 listed[name] = entry
         now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
         values = {**snapshot.meta, "sequence": publish.next_sequence(self._folder), "created_at": now}
+        stated = {**UNSAID, **values}
+        check_values(stated)
         readme = readme_text(values).encode()
         listed[README] = FileEntry(*files.write_durably(snapshot.workspace.path / README, [readme]))
-        path = publish.publish(snapshot.workspace, self._folder, Manifest(values, listed), self._fault_point)
+        path = publish.publish(snapshot.workspace, self._folder, Manifest(stated, listed), self._fault_point)
         publish.prune(self._folder, keep_last=self._keep_last, keep_every=self._keep_every)
         self._fault_point("pruned")
         return path

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .catalog import list_steps, read_latest
-from .layout import LEGACY_MANIFEST, DamagedCheckpoint
+from .layout import LEGACY_MANIFEST, DamagedCheckpoint, is_legacy, name_problem
 from .manifest import read_manifest
 from .metadata import TensorEntry
 from .opened import Opened, read_json
@@ -19,8 +22,8 @@ def summarize_folder(folder: Path) -> dict[str, Any]:
     latest = read_latest(folder)
     rows = []
     for found in list_steps(folder):
-        values = _values(found.path)
-        created = values.get("created_at")
+        values, problem = _values(found.path, found.step)
+        created = _typed(values, "created_at", str)
         rows.append(
             {
                 "step": found.step,
@@ -30,10 +33,11 @@ def summarize_folder(folder: Path) -> dict[str, Any]:
                 "size_bytes": _size(found.path),
                 "created_at": created,
                 "age_s": _age(created),
-                "strategy": values.get("strategy"),
-                "world_size": values.get("world_size"),
-                "deterministic": values.get("deterministic"),
-                "format_version": values.get("format_version"),
+                "strategy": _typed(values, "strategy", str),
+                "world_size": _typed(values, "world_size", int),
+                "deterministic": _typed(values, "deterministic", bool),
+                "format_version": _typed(values, "format_version", int),
+                "problem": problem,
             }
         )
     return {"folder": str(folder), "latest": latest.name if latest else None, "checkpoints": rows}
@@ -71,23 +75,43 @@ def _axes(entry: TensorEntry) -> str:
     return "dim " + ", ".join(map(str, cut))
 
 
-def _values(path: Path) -> Mapping[str, Any]:
+def _values(path: Path, step: int) -> tuple[Mapping[str, Any], str | None]:
+    """(what the step folder says of itself, what is wrong with it as far as its small files tell)."""
     try:
-        return read_manifest(path).values
-    except DamagedCheckpoint:
-        pass
-    try:
-        return read_json(path, LEGACY_MANIFEST)
-    except DamagedCheckpoint:
-        return {}
+        if path.is_symlink():
+            return {}, "it is a symbolic link, which is no step of this folder"
+        if not path.is_dir():
+            return {}, "it is not a folder"
+        if is_legacy(path):
+            return read_json(path, LEGACY_MANIFEST), None
+        manifest = read_manifest(path)
+    except DamagedCheckpoint as error:
+        return {}, f"{error.file}: {error.problem}"
+    except OSError as error:
+        return {}, error.strerror or str(error)
+    return manifest.values, name_problem(path, step)
+
+
+def _typed(values: Mapping[str, Any], key: str, kind: type) -> Any:
+    """The value of `key`, or None where it is of another type (the older formats are not checked as a whole)."""
+    return values[key] if type(values.get(key)) is kind else None
 
 
 def _size(path: Path) -> int:
-    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file() and not p.is_symlink())
+    """Bytes of the regular files in a folder, as far as they can be seen; links are not followed."""
+    if path.is_symlink():
+        return 0
+    total = 0
+    for top, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed by another process in the meantime
+                status = (Path(top) / name).lstat()
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
 
 
 def _age(created: Any) -> float | None:
     try:
         return (dt.datetime.now(dt.UTC) - dt.datetime.fromisoformat(created)).total_seconds()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None

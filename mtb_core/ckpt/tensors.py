@@ -107,7 +107,10 @@ class TensorFiles:
     def _fill(self, file: str, offset: int, view: memoryview) -> None:
         descriptor, done = self._descriptor(file), 0
         while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
+            try:
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise DamagedCheckpoint(self.path, file, error.strerror or str(error)) from error
             if not count:
                 raise DamagedCheckpoint(self.path, file, f"it ends at byte {offset + done}, inside of a tensor")
             done += count

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from .layout import MANIFEST, READY, DamagedCheckpoint, rng_name
+from .layout import MANIFEST, READY, DamagedCheckpoint, name_problem, rng_name
 from .manifest import Manifest, read_manifest
 from .opened import RNG_BYTES, file_problem, open_checkpoint, read_json, required_files
 
@@ -59,6 +59,8 @@ def verify_checkpoint(path: Path) -> Integrity:
     except DamagedCheckpoint as error:
         return Integrity(path, None, 0, 0, (Problem(error.file, error.problem),))
     problems = [Problem(MANIFEST, f"it does not list {n}") for n in _unlisted(manifest)]
+    if misnamed := name_problem(path, manifest.step):
+        problems.append(Problem(MANIFEST, misnamed))
     problems += [Problem(name, problem) for name, problem in _surplus(path, manifest)]
     for name in sorted(manifest.files):
         problem = file_problem(path, name, manifest)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import files
-from .layout import LEGACY_MANIFEST, METADATA, SMALL_FILE_BYTES, DamagedCheckpoint
+from .layout import LEGACY_MANIFEST, METADATA, SMALL_FILE_BYTES, DamagedCheckpoint, name_problem
 from .opened import RNG_BYTES, Opened, read_entries, read_json
 
 _MODEL, _OPTIMIZER = "model.", "optimizer.state."
@@ -31,11 +31,18 @@ def open_legacy(path: Path) -> Opened:
     """
     stored = read_json(path, LEGACY_MANIFEST, SMALL_FILE_BYTES)
     version = stored.get("format_version")
-    if version not in {1, 2}:
+    if type(version) is not int or version not in {1, 2}:
         raise DamagedCheckpoint(path, LEGACY_MANIFEST, f"its format version is {version!r}; 1 or 2 is expected there")
     for key in ("global_step", "world_size", "samples_seen"):
-        if type(stored.get(key)) is not int:
-            raise DamagedCheckpoint(path, LEGACY_MANIFEST, f"the value of {key!r} is missing or no whole number")
+        if type(stored.get(key)) is not int or stored[key] < (key == "world_size"):
+            raise DamagedCheckpoint(
+                path, LEGACY_MANIFEST, f"the value of {key!r} is missing, no whole number or negative"
+            )
+    tokens = stored.get("tokens_seen")
+    if tokens is not None and (type(tokens) is not int or tokens < 0):
+        raise DamagedCheckpoint(path, LEGACY_MANIFEST, "the value of 'tokens_seen' is no whole number or negative")
+    if problem := name_problem(path, stored["global_step"]):
+        raise DamagedCheckpoint(path, LEGACY_MANIFEST, problem)
     entries, others = read_entries(path)
     strange = [key for key in others if not key.startswith(_GROUPS)]
     if strange:
@@ -59,7 +66,7 @@ def open_legacy(path: Path) -> Opened:
         "determinism_reason": reason,
     }
     sections = {
-        "train_state": {"global_step": step, "samples_seen": samples, "tokens_seen": stored.get("tokens_seen")},
+        "train_state": {"global_step": step, "samples_seen": samples, "tokens_seen": tokens},
         "data": {"samples_seen": samples},
         "scheduler": None,
         "optimizer": None,

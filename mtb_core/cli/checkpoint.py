@@ -49,7 +49,8 @@ def list_command(folder: Path, as_json: bool) -> None:
         return
     table = _table("step", "ready", "size", "age", "strategy", "ranks", "deterministic", right=("step", "size", "age"))
     for row in found["checkpoints"]:
-        table.add_row(
+        _add_row(
+            table,
             f"{row['step']}{' (latest)' if row['latest'] else ''}",
             "yes" if row["ready"] else "NO",
             _bytes(row["size_bytes"]),
@@ -74,11 +75,12 @@ def show_command(path: Path, as_json: bool) -> None:
         _print_json(shown)
         return
     for name, value in shown["metadata"].items():
-        click.echo(f"{name:<24}{value if isinstance(value, str | int | float) else json.dumps(value)}")
+        text = str(value) if isinstance(value, str | int | float) else json.dumps(value)
+        click.echo(f"{_printable(name):<24}{_printable(text)}")
     table = _table("tensor", "dtype", "shape", "placement", "size", right=("size",))
     for row in shown["tensors"]:
         shape = "x".join(map(str, row["shape"])) or "scalar"
-        table.add_row(row["name"], row["dtype"], shape, row["placement"], _bytes(row["size_bytes"]))
+        _add_row(table, row["name"], row["dtype"], shape, row["placement"], _bytes(row["size_bytes"]))
     _print_table(table)
     click.echo(f"{len(shown['tensors'])} tensors, {_bytes(shown['tensor_bytes'])}")
 
@@ -98,21 +100,27 @@ def verify_command(left: Path, right: Path | None, tolerance: float | None, as_j
 
     Exit code 1 if not. The state is compared in global coordinates, so world sizes and strategies may differ.
     """
+    from mtb_core.ckpt.export import refuse_in_checkpoint  # noqa: PLC0415
+    from mtb_core.ckpt.layout import is_legacy  # noqa: PLC0415
     from mtb_core.ckpt.opened import open_checkpoint  # noqa: PLC0415
     from mtb_core.ckpt.verify import verify_checkpoint  # noqa: PLC0415
 
     if right is None and tolerance is not None:
         raise ConfigError("--tolerance is for the comparison of two checkpoints; name a second one, or leave it out.")
+    if output is not None:
+        refuse_in_checkpoint(output)
     paths = [_one(path, incomplete=True) for path in (left, right) if path is not None]
     # The older formats list no digests: alone there is nothing to verify them against, which is a failure too.
-    checked = [verify_checkpoint(p) for p in paths if right is None or not (p / "metadata.json").is_file()]
+    checked = [verify_checkpoint(p) for p in paths if right is None or not is_legacy(p)]
     damaged = [c for c in checked if not c.ok]
     if right is None or damaged:
         result = checked[0].to_json() if right is None else _not_compared(left, right, [c.to_json() for c in damaged])
         _deliver(result, as_json, output)
         if damaged:
             listed = "; ".join(f"{d.path / p.file}: {p.problem}" for d in damaged for p in d.problems)
-            raise CheckFailed(f"The checkpoint is damaged. {listed}. Do not resume from it; take another one.")
+            raise CheckFailed(
+                f"The checkpoint is damaged. {_printable(listed)}. Do not resume from it; take another one."
+            )
         if not as_json:
             click.echo(f"{left}: step {checked[0].step}, {checked[0].files} files, all as they were published.")
         return
@@ -123,7 +131,8 @@ def verify_command(left: Path, right: Path | None, tolerance: float | None, as_j
     if not as_json:
         _print_comparison(result)
     if not result["matches"]:
-        raise CheckFailed(f"The two do not hold the same training state. {'; '.join(result['reasons'])}.")
+        reasons = _printable("; ".join(result["reasons"]))
+        raise CheckFailed(f"The two do not hold the same training state. {reasons}.")
 
 
 @checkpoint.command(name="prune", no_args_is_help=True)
@@ -168,9 +177,10 @@ def export_command(path: Path, kind: str, output: Path, max_shard_size: int | No
 
 
 def _one(path: Path, *, incomplete: bool = False) -> Path:
-    """`path`, which must be one checkpoint and not a folder of them."""
-    from mtb_core.ckpt.catalog import is_ready, list_steps  # noqa: PLC0415
+    """`path`, which must be one checkpoint and not a folder of them; a link to one stands for it."""
+    from mtb_core.ckpt.catalog import followed, is_ready, list_steps  # noqa: PLC0415
 
+    path = followed(path)
     steps = [found.path.name for found in list_steps(path)]
     if steps and not is_ready(path):
         raise ConfigError(f"{path} is a folder of checkpoints; name one of them: {', '.join(steps)}.")
@@ -198,7 +208,10 @@ def _deliver(result: dict[str, Any], as_json: bool, output: Path | None) -> None
     if as_json:
         _print_json(result)
     if output is not None:
-        output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        from mtb_core.ckpt.export import writing  # noqa: PLC0415
+
+        with writing(output):
+            output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _print_comparison(result: dict[str, Any]) -> None:
@@ -209,7 +222,7 @@ def _print_comparison(result: dict[str, Any]) -> None:
         values = f": {first['left']} | {first['right']}" if "left" in first else ""
         largest = f"{section['max_abs']:.3g} (relative {section['max_rel']:.3g})" if section["max_abs"] else ""
         differing = str(section["differing"]) if section["differing"] else ""
-        table.add_row(name, "yes" if section["exact"] else "NO", differing, largest, place + values)
+        _add_row(table, name, "yes" if section["exact"] else "NO", differing, largest, place + values)
     _print_table(table)
     verdict = "the same, to the bit" if result["exact_match"] else "not the same to the bit"
     within = " (the same within the tolerance)" if result["matches"] and not result["exact_match"] else ""
@@ -223,6 +236,16 @@ def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    table.add_row(*map(_printable, cells))
+
+
+def _printable(text: str) -> str:
+    from mtb_core.ckpt.layout import shown  # noqa: PLC0415
+
+    return shown(text)
 
 
 def _print_table(table: Table) -> None:

@@ -1,12 +1,13 @@
 """Tests of mtb_core.ckpt.catalog and layout: what is found, and which one is resumed from."""
 
+import os
 import shutil
 
 import pytest
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.ckpt.catalog import find, is_ready, list_steps, newest, read_latest
-from mtb_core.ckpt.layout import dump_json, parse_json, step_name, step_of
+from mtb_core.ckpt.layout import dump_json, parse_json, shown, step_name, step_of
 
 from .ckpt_ranks import saved
 
@@ -107,6 +108,41 @@ def test_links_are_not_checkpoints(folder):
     assert not is_ready(folder / "step_00000011")
     assert [(f.step, f.ready) for f in list_steps(folder)] == [(2, True), (10, True), (11, False)]
     assert read_latest(folder / "missing") is None
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_pointer_that_is_no_file(folder, kind):
+    """A pointer that is not a regular file is none; nothing waits for somebody to write into a FIFO."""
+    (folder / "latest").unlink()
+    if kind == "fifo":
+        os.mkfifo(folder / "latest")
+    elif kind == "link":
+        (folder / "name").write_text("step_00000002\n")
+        (folder / "latest").symlink_to("name")
+    else:
+        (folder / "latest").mkdir()
+    assert read_latest(folder) is None
+    assert newest(folder) == folder / "step_00000010"
+
+
+def test_named_link(folder):
+    """A link to a checkpoint that is named on purpose stands for the checkpoint."""
+    (folder / "best").symlink_to("step_00000002")
+    assert find(None, str(folder / "best")) == folder / "step_00000002"
+
+
+def test_shown():
+    """What is not printable is escaped, and everything can be encoded."""
+    assert shown("a\x1b[2J\n\ud800\u202eé") == "a\\x1b[2J\\n\\ud800\\u202eé"
+
+
+@pytest.mark.parametrize("text", [b'"\\ud800"', b'{"\\uDFFF": 1}', b'"\xed\xa0\x80"', b"[1e999]", b"-1e999"])
+def test_json_that_cannot_be_written_again(text):
+    """Numbers beyond a double and halves of surrogate pairs are refused; whole pairs are text."""
+    with pytest.raises(ValueError, match=r"too large|UTF-8"):
+        parse_json(text)
+    assert parse_json(b'"\\ud83d\\ude00"') == "\U0001f600"
 
 
 @pytest.mark.parametrize("text", [b"NaN", b"[Infinity]", b'{"a": 1, "a": 2}', b"[" * 10**5, b"\xff", b""])

@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from mtb_core.api.errors import CheckFailed, ConfigError, MtbError
+from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.cli.checkpoint import checkpoint
 
-from .ckpt_ranks import saved
+from .ckpt_ranks import Training, saved
+from .test_ckpt_verify import resealed
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +170,94 @@ def test_no_torch(folder):
 def test_errors_are_of_the_right_kind():
     """What does not hold is exit 1, what is wrongly asked exit 2."""
     assert (CheckFailed.exit_code, ConfigError.exit_code) == (1, 2)
+
+
+def forged(folder, change):
+    """Publish a checkpoint in `folder` and change its manifest, with a READY that fits."""
+    saved(folder)
+    path = folder / "step_00000001"
+    resealed(path, change)
+    return path
+
+
+def test_list_with_odd_entries(tmp_path, monkeypatch):
+    """A link, a file and an unreadable step are listed with what is wrong; the others as ever. No link is followed."""
+    saved(tmp_path, (1, 2))
+    (tmp_path / "step_00000013").symlink_to("/")
+    (tmp_path / "step_00000014").touch()
+    (tmp_path / "step_00000002" / "more").symlink_to("/")
+    is_file = Path.is_file
+
+    def refused(path, **kwargs):
+        if path.parent.name == "step_00000001":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path, **kwargs)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    rows = {row["step"]: row for row in parsed("list", tmp_path)["checkpoints"]}
+    assert {step: row["ready"] for step, row in rows.items()} == {1: False, 2: True, 13: False, 14: False}
+    assert rows[2]["problem"] is None
+    assert rows[1]["problem"] == "Permission denied"
+    assert "symbolic link" in rows[13]["problem"]
+    assert rows[13]["size_bytes"] == 0
+    assert rows[2]["size_bytes"] < 100_000
+    assert "13" in run("list", tmp_path)[0]
+
+
+def test_fifo_as_pointer(tmp_path):
+    """List and prune do not wait for somebody to write into a FIFO."""
+    saved(tmp_path, (1, 2))
+    (tmp_path / "latest").unlink()
+    os.mkfifo(tmp_path / "latest")
+    assert parsed("list", tmp_path)["latest"] is None
+    assert parsed("prune", tmp_path, "--keep-last", 1)["removed"] == ["step_00000001"]
+
+
+def test_stray_file_of_an_older_format(tmp_path):
+    """A metadata.json in a checkpoint of the present format does not spare it the check before a comparison."""
+    for name in ("a", "b"):
+        saved(tmp_path / name)
+    left, right = (tmp_path / name / "step_00000001" for name in ("a", "b"))
+    (right / "metadata.json").write_text("{}")
+    result = parsed("verify", left, right, code=1)
+    assert "metadata.json: it does not belong there" in result["reasons"][0]
+
+
+def test_output_that_cannot_be_written(folder, tmp_path):
+    """An output that cannot be written, or lies in a checkpoint, is wrong usage, told in a sentence."""
+    path = folder / "step_00000001"
+    (tmp_path / "file").touch()
+    for command in ("verify", "export"):
+        assert "cannot be written: " in run(command, path, "--output", tmp_path / "file" / "x", code=2)[1]
+        for place in (path / "x", path / "more" / "x"):
+            assert "lies in the checkpoint" in run(command, path, "--output", place, code=2)[1]
+    sharded = ("--output", path / "more", "--max-shard-size", "1M")
+    assert "lies in the checkpoint" in run("export", path, *sharded, code=2)[1]
+    assert parsed("verify", path)["ok"] is True
+
+
+def test_link_to_a_checkpoint(folder, tmp_path):
+    """A link that is named stands for the checkpoint it leads to, in every command."""
+    link = tmp_path / "best"
+    link.symlink_to(folder / "step_00000001")
+    assert parsed("verify", link)["ok"] is True
+    assert parsed("show", link)["path"] == str(folder / "step_00000001")
+    assert parsed("verify", link, folder / "step_00000001")["exact_match"] is True
+    training = Training()
+    assert training.load(CheckpointManager(folder), link).step == 1
+
+
+def test_text_for_a_terminal(tmp_path):
+    """Control characters in a manifest are escaped when shown."""
+    path = forged(tmp_path, lambda m: m.update(strategy="x\x1b[2J", note={"a": "\x7f"}))
+    for args in (("show", path), ("list", tmp_path)):
+        out, _ = run(*args)
+        assert "x\\x1b[2J" in out
+        assert not {"\x1b", "\x7f"} & {*out}
+    (path / "\x1b[2J").touch()
+    assert "\\x1b[2J: it does not belong there" in run("verify", path, code=1)[1]
+
+
+def test_show_of_a_manifest_without_values(tmp_path):
+    """Show names the value that is missing."""
+    assert "'config' is missing" in run("show", forged(tmp_path, lambda m: m.pop("config")), code=3)[1]

@@ -14,7 +14,7 @@ from mtb_core.ckpt.opened import open_checkpoint
 
 from .ckpt_ranks import Training, run_ranks, saved
 
-SECTIONS = {"scheduler": {"completed_steps": 1}, "train_state": {"global_step": 1}, "data": {"samples_seen": 4}}
+SECTIONS = {"scheduler": {"completed_steps": 1}, "train_state": {"samples_seen": 4}, "data": {"samples_seen": 4}}
 
 
 def write(folder, tensors, sections=SECTIONS, rng=None, **kwargs):

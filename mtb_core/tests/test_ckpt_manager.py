@@ -485,3 +485,18 @@ def test_context_is_found(tmp_path):
     """Without a context of ours, one rank or the initialised process group is taken."""
     assert CheckpointManager(tmp_path).ctx.world_size == 1
     assert run_ranks(2, lambda rank: (CheckpointManager(Path("/tmp")).ctx.world_size, rank)) == [(2, 0), (2, 1)]
+
+
+def test_counts_and_values_that_a_caller_left_out(tmp_path):
+    """Every checkpoint has what readers rely on, given or not; what contradicts the step is not saved."""
+    manager = CheckpointManager(tmp_path, asynchronous=False)
+    manager.preflight()
+    manager.save(3, Training().state(), meta={"samples_seen": 12}, sections={"train_state": {"mine": 1}})
+    loaded = manager.load(tmp_path / "step_00000003", Training().state())
+    assert loaded.sections["train_state"] == {"global_step": 3, "samples_seen": 12, "tokens_seen": 0, "mine": 1}
+    assert (loaded.values["config"], loaded.values["strategy"]) == ({}, "unknown")
+    with pytest.raises(RunFailed, match="'train_state' is of step 9"):
+        manager.save(4, Training().state(), sections={"train_state": {"global_step": 9}})
+    with pytest.raises(RunFailed, match="'strategy' is missing or of the wrong type"):
+        manager.save(4, Training().state(), meta={"strategy": 7})
+    assert manager.ready_steps() == [3]

@@ -9,8 +9,10 @@ import pytest
 from mtb_core.api.errors import RunFailed
 from mtb_core.ckpt import files
 from mtb_core.ckpt.catalog import is_ready
+from mtb_core.ckpt.layout import DamagedCheckpoint
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.manifest import ready_text
+from mtb_core.ckpt.opened import open_checkpoint
 from mtb_core.ckpt.verify import verify_checkpoint
 
 from .ckpt_ranks import Training, run_ranks
@@ -58,6 +60,13 @@ def resealed(path, change):
     """Edit the manifest, and make READY fit: a forger, not an accident."""
     edit(path / "manifest.json", change)
     (path / "READY").write_bytes(ready_text(files.digest_bytes((path / "manifest.json").read_bytes())))
+
+
+def restated(path, change):
+    """Edit ``state.json``, and make the manifest and READY fit."""
+    edit(path / "state.json", change)
+    data = (path / "state.json").read_bytes()
+    resealed(path, lambda m: m["files"].update({"state.json": {"size": len(data), "digest": files.digest_bytes(data)}}))
 
 
 def swap(path):
@@ -110,6 +119,25 @@ DEFECTS = {
     "forged: another algorithm": ("manifest.json", lambda p: resealed(p, lambda m: m.update(digest_algorithm="none"))),
     "forged: newer format": ("manifest.json", lambda p: resealed(p, lambda m: m.update(format_version=4))),
     "forged: huge world": ("manifest.json", lambda p: resealed(p, lambda m: m.update(world_size=10**12))),
+    "forged: world beyond the files": (
+        "manifest.json",
+        lambda p: resealed(p, lambda m: m.update(world_size=(1 << 24) - 1)),
+    ),
+    "forged: negative step": ("manifest.json", lambda p: resealed(p, lambda m: m.update(step=-1))),
+    "forged: no train state": ("state.json", lambda p: restated(p, lambda s: s.pop("train_state"))),
+    "forged: listed train state": ("state.json", lambda p: restated(p, lambda s: s.update(train_state=[]))),
+    "forged: negative samples": (
+        "state.json",
+        lambda p: restated(p, lambda s: s["train_state"].update(samples_seen=-4)),
+    ),
+    "forged: no samples": ("state.json", lambda p: restated(p, lambda s: s["train_state"].pop("samples_seen"))),
+    "forged: another step's state": (
+        "state.json",
+        lambda p: restated(p, lambda s: s["train_state"].update(global_step=9)),
+    ),
+    "forged: a schedule that is none": ("state.json", lambda p: restated(p, lambda s: s.update(scheduler=[1]))),
+    "a number beyond a double": ("manifest.json", lambda p: resealed_text(p, '{"step": 1e999}')),
+    "half a character": ("manifest.json", lambda p: resealed_text(p, '{"strategy": "\\ud800"}')),
     "a key twice": ("manifest.json", lambda p: resealed_text(p, '{"step": 1, "step": 2}')),
     "not JSON": ("manifest.json", lambda p: resealed_text(p, '{"step": NaN}')),
     "nested JSON": ("manifest.json", lambda p: resealed_text(p, "[" * 100_000)),
@@ -191,3 +219,40 @@ def test_bytes_entries_are_refused(copy):
     assert (problem.file, problem.problem) == (".metadata", "it has entries that are not tensors: evil")
     with pytest.raises(RunFailed, match="entries that are not tensors: evil"):
         CheckpointManager(copy.parent).load(copy, Training().state())
+
+
+WRONG_VALUES = {
+    "config": [None, [], "x"],
+    "samples_seen": [None, -1, 1.0, True, "4", 10**30],
+    "tokens_seen": [None, -1],
+    "strategy": [None, 3, ["ddp"]],
+    "precision": [None, 1],
+    "config_fingerprint": [None, {}],
+    "plugins": [None, {}, ["ddp"]],
+    "created_at": [None, 7],
+    "sequence": [None, -1],
+}
+
+
+@pytest.mark.parametrize("key", WRONG_VALUES)
+def test_values_that_every_manifest_has(copy, key):
+    """A value that is missing or of the wrong type, however well sealed, is named by verify and on opening."""
+    for value in WRONG_VALUES[key]:
+        resealed(copy, lambda m, value=value: m.update({key: value}))
+        [problem] = verify_checkpoint(copy).problems
+        assert problem.file == "manifest.json"
+        assert repr(key) in problem.problem
+        with pytest.raises(DamagedCheckpoint, match=key):
+            open_checkpoint(copy)
+    resealed(copy, lambda m: m.pop(key))
+    assert repr(key) in verify_checkpoint(copy).problems[0].problem
+
+
+def test_renamed(copy):
+    """A folder with the name of another step is found by verify, and not resumed from; other names are free."""
+    other = copy.rename(copy.parent / "step_00000007")
+    [problem] = verify_checkpoint(other).problems
+    assert "it is of step 1, but its folder is named step_00000007" in problem.problem
+    with pytest.raises(RunFailed, match="its folder is named step_00000007"):
+        CheckpointManager(copy.parent).load(other, Training().state())
+    assert verify_checkpoint(other.rename(copy.parent / "best")).ok

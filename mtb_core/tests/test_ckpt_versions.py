@@ -113,3 +113,25 @@ def test_bad_metadata(old, change, problem):
     (path / "metadata.json").write_text(json.dumps(values))
     with pytest.raises(DamagedCheckpoint, match=problem):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("format_version", [1]),
+        ("format_version", True),
+        ("format_version", None),
+        ("global_step", -3),
+        ("global_step", 4),
+        ("world_size", 0),
+        ("samples_seen", "12"),
+        ("tokens_seen", -1),
+    ],
+)
+def test_values_that_cannot_be(old, key, value):
+    """A value of another type, a negative one, or the step of another folder is a damaged checkpoint."""
+    path = old(1)
+    values = json.loads((path / "metadata.json").read_text())
+    (path / "metadata.json").write_text(json.dumps({**values, key: value}))
+    with pytest.raises(DamagedCheckpoint, match=r"metadata\.json"):
+        open_checkpoint(path)
