@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -61,7 +62,7 @@ def _fill_closed_streams() -> None:
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, "w" if descriptor else "r", encoding="utf-8")  # noqa: SIM115  (for the process's life)
+            stream = Path(os.devnull).open("w" if descriptor else "r", encoding="utf-8")  # noqa: SIM115  (for the process's life)
             if stream.fileno() == descriptor:
                 os.set_inheritable(descriptor, True)
             setattr(sys, name, stream)

@@ -64,7 +64,11 @@ class Report:
 
 
 def run_worker(start: Start) -> None:
-    """Body of a worker process. Stop signals are blocked when it begins, so that none is lost before it listens."""
+    """Body of a worker process. Stop signals are blocked when it begins, so that none is lost before it listens.
+
+    A spawned process gets here after importing Python, the launcher's main module and this one. If the launcher dies
+    in that time, the worker ends here.
+    """
     _die_with(start.launcher)
     os.setsid()  # Ctrl-C at the terminal is the launcher's to pass on
     _write_to(start.log)
@@ -96,6 +100,12 @@ def _run(start: Start, stop: StopFlag) -> bytes:
         return pickle.dumps(Report(start.entry(start.payload, worker), stop=stop.requested))
     except BaseException as error:  # noqa: BLE001  (whatever it is, the launcher is told)
         return pickle.dumps(Report(failure=failure_of(error, start.rank), stop=stop.requested))
+
+
+def call_pickled(work: bytes, worker: Worker) -> Any:
+    """Call the entry that is pickled in `work`, with the payload beside it."""
+    entry, payload = pickle.loads(work)  # noqa: S301  (made by the launcher)
+    return entry(payload, worker)
 
 
 class Progress:

@@ -15,12 +15,15 @@ import warnings
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
 from typing import Any
+
+import attrs
 
 from mtb_core.ranks.failures import Failure, exit_failure
 from mtb_core.ranks.signals import STOP_SIGNALS
 
-from .child import Report, Start, flush_c, run_worker
+from .child import Report, Start, call_pickled, flush_c, run_worker
 from .logs import Tail
 from .worker import available_cores, threads_for
 
@@ -38,6 +41,9 @@ class WorkerProcess:
         self._progress, child_progress = context.Pipe(duplex=False)
         os.set_blocking(self._progress.fileno(), False)
         value = start(child_report, child_progress)
+        if method != "fork":
+            # Made again (which imports torch, for seconds) where the worker already listens and dies with the launcher.
+            value = attrs.evolve(value, entry=call_pickled, payload=pickle.dumps((value.entry, value.payload)))
         self.rank = value.rank
         self.report: Report | None = None
         self._tail = Tail(value.log)
@@ -46,6 +52,8 @@ class WorkerProcess:
         self._killed = False
         # Not a daemon: a rank may have processes of its own, for data.
         self.process: BaseProcess = context.Process(target=run_worker, args=(value,), name=f"rank {value.rank}")  # type: ignore[attr-defined]
+        if method != "fork":
+            ensure_running()  # before signals are blocked: starting Python's tracker would unblock them again
         _start_quietly(self.process)
         child_report.close()
         child_progress.close()

@@ -1,6 +1,9 @@
 import os
 import signal
+import subprocess
+import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -94,6 +97,77 @@ def test_no_restart_after_a_stop(tmp_path):
         os.kill(launcher.process.pid, signal.SIGTERM)
         out = launcher.outcome()
     assert (out.exit_reason, out.failure.message, out.restarts) == ("failed", "while stopping", 0)
+
+
+SPAWNED = """
+import os, sys, time
+from pathlib import Path
+from mtb_core.launch.elastic import LaunchSpec, launch
+
+def load(where):
+    if where == sys.argv[1]:
+        Path(f"loading{os.getpid()}").touch()
+        while not Path("go").exists():
+            time.sleep(0.01)
+
+class Payload:
+    def __reduce__(self):
+        return load, ("payload",)
+
+def until_stopped(_payload, worker):
+    Path(f"ready{worker.rank}").touch()
+    while worker.stop.requested is None:
+        time.sleep(0.005)
+    return worker.stop.requested
+
+if __name__ == "__mp_main__":
+    load("main")
+if __name__ == "__main__":
+    out = launch(LaunchSpec(entry=until_stopped, payload=Payload(), nproc=2, log_dir=Path("logs"), start_method="spawn"))
+    print(out.exit_reason, out.values, out.failure)
+"""
+
+
+@contextmanager
+def spawning(folder, where):
+    """A launcher whose spawned ranks wait for the mark ``go`` in their start; with the ranks' process ids."""
+    (folder / "script.py").write_text(SPAWNED)
+    command = [sys.executable, "script.py", where]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            wait_until(lambda: launcher.poll() is not None or len(loading(folder)) == 2)
+            assert launcher.poll() is None
+            yield launcher, loading(folder)
+        finally:
+            launcher.kill()
+            mark(folder / "go")
+
+
+def loading(folder):
+    return [int(path.name.removeprefix("loading")) for path in folder.glob("loading*")]
+
+
+@pytest.mark.parametrize("where", ["main", "payload"])
+def test_a_stop_while_ranks_are_spawned(tmp_path, where):
+    """A stop signal while ranks still import their modules is not lost and kills none of them."""
+    with spawning(tmp_path, where) as (launcher, ranks):
+        launcher.send_signal(signal.SIGTERM)
+        for rank in ranks:  # as a signal to the whole group would
+            os.kill(rank, signal.SIGTERM)
+        mark(tmp_path / "go")
+        assert launcher.communicate() == ("stopped {0: 'SIGTERM', 1: 'SIGTERM'} None\n", "")
+
+
+@pytest.mark.parametrize("where", ["main", "payload"])
+def test_no_spawned_rank_survives_a_launcher_killed_at_their_start(tmp_path, where):
+    """Ranks end with the launcher also before their entry runs; in the main module's import, when that is over."""
+    with spawning(tmp_path, where) as (launcher, ranks):
+        launcher.kill()
+        launcher.wait()
+        if where == "main":
+            mark(tmp_path / "go")
+        wait_until(lambda: all(gone(pid) for pid in ranks))
+        assert not list(tmp_path.glob("ready*"))
 
 
 def test_handlers_come_back(tmp_path):
