@@ -18,13 +18,12 @@ COMMON = {
     "n_layers": 2,
     "global_batch_size": 12,
     "learning_rate": 3e-3,
-    "adam_eps": 1e-6,
     "warmup_steps": 1,
     "steps": 19,
     "max_grad_norm": 0.5,
     "device": "cpu",
 }
-OPTIMIZERS = {"adamw": {"optimizer": "adamw"}, "sgd": {"optimizer": "sgd", "learning_rate": 0.1}}
+OPTIMIZERS = {"adamw": {"optimizer": "adamw", "adam_eps": 1e-6}, "sgd": {"optimizer": "sgd", "learning_rate": 0.1}}
 
 CASES = {
     "single-accumulate": {"strategy": "single", "grad_accum_steps": 4},
