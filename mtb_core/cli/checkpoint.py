@@ -60,6 +60,9 @@ def list_command(folder: Path, as_json: bool) -> None:
             {True: "yes", False: "no", None: "?"}[row["deterministic"]],
         )
     _print_table(table)
+    for row in found["checkpoints"]:
+        if row["problem"]:
+            click.echo(_printable(f"{row['name']}: {row['problem']}"))
 
 
 @checkpoint.command(name="show", no_args_is_help=True)

@@ -201,7 +201,7 @@ def test_list_with_odd_entries(tmp_path, monkeypatch):
     assert "symbolic link" in rows[13]["problem"]
     assert rows[13]["size_bytes"] == 0
     assert rows[2]["size_bytes"] < 100_000
-    assert "13" in run("list", tmp_path)[0]
+    assert "step_00000013: it is a symbolic link" in run("list", tmp_path)[0]
 
 
 def test_fifo_as_pointer(tmp_path):
