@@ -124,7 +124,7 @@ if __name__ == "__mp_main__":
     load("main")
 if __name__ == "__main__":
     out = launch(LaunchSpec(entry=until_stopped, payload=Payload(), nproc=2, log_dir=Path("logs"), start_method="spawn"))
-    print(out.exit_reason, out.values, out.failure)
+    print(out.exit_reason, sorted(out.values.items()), out.failure)
 """
 
 
@@ -155,7 +155,7 @@ def test_a_stop_while_ranks_are_spawned(tmp_path, where):
         for rank in ranks:  # as a signal to the whole group would
             os.kill(rank, signal.SIGTERM)
         mark(tmp_path / "go")
-        assert launcher.communicate() == ("stopped {0: 'SIGTERM', 1: 'SIGTERM'} None\n", "")
+        assert launcher.communicate() == ("stopped [(0, 'SIGTERM'), (1, 'SIGTERM')] None\n", "")
 
 
 @pytest.mark.parametrize("where", ["main", "payload"])
