@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 PACKAGES := mtb_core mtb_ddp plugins/mtb_sinks
-TOOLS := pytest pytest-timeout hypothesis ruff mypy
+TOOLS := pytest pytest-timeout hypothesis tokenizers ruff mypy
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
