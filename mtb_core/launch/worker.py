@@ -10,6 +10,7 @@ from typing import Literal
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import World
+from mtb_core.measure.environment import available_cores
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.ranks.worker import Worker
 
@@ -103,13 +104,6 @@ def threads_for(local_size: int) -> int:
     """Threads that each of `local_size` ranks of a node computes with."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(given) if given.isdigit() else max(1, available_cores() // local_size)
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
