@@ -148,7 +148,9 @@ def test_any_two_of_the_batch_settings_give_the_third(batch: int, accumulation: 
 
 def test_batches_that_do_not_divide() -> None:
     """The nearest valid global batch sizes are named; three that contradict each other are told."""
-    with pytest.raises(ConfigError, match=r"--global-batch-size 10 is not a multiple of .* = 4; nearest valid: 8 or 12"):
+    with pytest.raises(
+        ConfigError, match=r"--global-batch-size 10 is not a multiple of .* = 4; nearest valid: 8 or 12"
+    ):
         resolved(2, global_batch_size=10, batch_size=2)
     with pytest.raises(ConfigError, match="contradict each other"):
         resolved(2, global_batch_size=8, batch_size=2, grad_accum_steps=3)
