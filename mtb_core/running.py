@@ -59,7 +59,8 @@ def run(
     payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, dict(plugins or {}), planned)
     until, resume = planned.resolved.config.until_step, planned.resume
     here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
-    with Display(quiet=quiet, redirect=here) as display:
+    # Of several external ranks one talks; the others only warn.
+    with Display(quiet=quiet or not reports_here(), redirect=here) as display:
         if config.resume is not None and resume is None:
             display.message(f"Nothing to resume from in {config.checkpoint_dir}: starting anew.")
         if until is not None and resume is not None and resume.step >= until:
@@ -84,8 +85,7 @@ def _run_here(payload: Payload, planned: Planned, display: Display, *, external:
     """This process is a rank."""
     with ExitStack() as stack:
         worker: Worker = stack.enter_context(attach() if external else alone())
-        if worker.rank == 0:
-            worker = attrs.evolve(worker, progress=display.progress)
+        worker = attrs.evolve(worker, progress=display.progress)
         try:
             return Result.from_json(rank_main(payload, worker))
         except (Exception, SystemExit) as error:
