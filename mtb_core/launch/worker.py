@@ -10,9 +10,8 @@ from typing import Literal
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import World
-from mtb_core.measure.environment import available_cores
 from mtb_core.ranks.signals import StopFlag
-from mtb_core.ranks.worker import Worker
+from mtb_core.ranks.worker import Worker, available_cores
 
 __all__ = [
     "Worker",

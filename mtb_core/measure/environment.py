@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtb_core.ranks.worker import available_cores
+
 _LIBRARIES = ("numpy", "pluggy", "attrs", "click", "safetensors", "tokenizers", "triton", "deepspeed")
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -121,14 +123,6 @@ def provenance(argv: Sequence[str], *, folder: str | Path | None = None) -> dict
     out["missing_fields"] = [name for name in needed if not out[name]]
     out["complete"] = not out["missing_fields"]
     return out
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1
 
 
 def in_container(environ: Mapping[str, str] = os.environ) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,6 +13,14 @@ from mtb_core.api.values import World
 from .signals import StopFlag
 
 LaunchedBy = Literal["mtb", "torchrun", "slurm", "self"]
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
 
 
 def _nobody(_fields: dict[str, Any]) -> None:
