@@ -2,7 +2,7 @@
 # configuration; to install without a GPU build of torch, point pip at an index of CPU wheels (see README.md).
 
 PYTHON ?= python3
-PACKAGES := mtb_core mtb_ddp plugins/mtb_sinks
+PACKAGES := mtb_core mtb_ddp mtb_fsdp mtb_deepspeed mtb_comm plugins/mtb_sinks plugins/mtb_tp
 TOOLS := pytest pytest-timeout hypothesis tokenizers ruff mypy
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,7 @@ $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or later is needed; set PYTHON=python3.11 and remove $(VENV)." >&2; exit 2; }
 	$(PIP) install -c constraints.txt setuptools wheel torch $(TOOLS)
-	$(PIP) install -c constraints.txt --no-build-isolation $(PACKAGES:%=-e ./%)
+	DS_BUILD_OPS=0 $(PIP) install -c constraints.txt --no-build-isolation $(PACKAGES:%=-e ./%)
 	@touch $@
 
 # Two DDP ranks learn to predict the bytes of the Python standard library's own sources.

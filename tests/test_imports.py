@@ -29,7 +29,11 @@ COLUMN = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
 #: Core's own plugin is a plugin like any other: nothing imports it by name but the command line, which must list
 #: core's commands without loading a stranger's plugin.
 BUILTIN = "builtin"
-PLUGINS = [CORE / BUILTIN, ROOT / "mtb_ddp", *sorted(p for p in (ROOT / "plugins").iterdir() if p.is_dir())]
+PLUGINS = [
+    CORE / BUILTIN,
+    *(ROOT / name for name in ("mtb_ddp", "mtb_fsdp", "mtb_deepspeed", "mtb_comm")),
+    *sorted(p for p in (ROOT / "plugins").iterdir() if p.is_dir()),
+]
 STRATEGIES = {"single", "ddp", "fsdp", "fsdp1", "deepspeed", "tp", "localsgd", "megatron"}
 
 

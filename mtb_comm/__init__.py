@@ -1,0 +1,1 @@
+"""MiniTrainBench plugin: commands `comm` and `moe`."""

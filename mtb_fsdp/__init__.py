@@ -1,0 +1,1 @@
+"""MiniTrainBench plugin: strategies `fsdp` and `fsdp1`."""

@@ -1,0 +1,1 @@
+"""MiniTrainBench plugin: strategy and command `tp`."""
