@@ -1,4 +1,4 @@
-"""What this distribution provides. Torch-free."""
+"""What this distribution provides: commands ``comm`` and ``moe``. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,5 +11,12 @@ PLUGIN_API = 1
 
 @hookimpl
 def mtb_commands() -> Sequence[CommandInfo]:
-    """Nothing yet."""
-    return []
+    """Commands ``comm`` and ``moe``."""
+    return [
+        CommandInfo(
+            "comm", "Measure collectives: latency, algbw and busbw as nccl-tests defines them", "mtb_comm.command:comm"
+        ),
+        CommandInfo(
+            "moe", "Measure MoE routing: all-to-all with the traffic that routers make", "mtb_comm.moe.command:moe"
+        ),
+    ]
