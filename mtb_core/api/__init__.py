@@ -20,6 +20,7 @@ from .errors import (
     PluginError,
     RunFailed,
 )
+from .flat import fragment_pieces
 from .hooks import PLUGIN_API, DiscoverySpecs, ObserverSpecs, RunSpecs, StrategySpecs, hookimpl
 from .options import NoOptions, OptionHelp, describe_options, nearest, option, parse_options
 from .records import RunInfo, StepRecord
@@ -80,6 +81,7 @@ __all__ = [
     "SyncMode",
     "World",
     "describe_options",
+    "fragment_pieces",
     "hookimpl",
     "load_reference",
     "nearest",
