@@ -13,21 +13,75 @@ from .api import *  # noqa: F403  (the public contract is re-exported under one 
 
 if TYPE_CHECKING:
     from .api.state import module_state
+    from .cli.options import GroupedCommand, GroupedOption
     from .config import TrainConfig, load_config
+    from .launch.worker import external_launcher
+    from .launching import RanksOutcome, run_ranks
+    from .measure.collectives import CountCollectives
+    from .measure.environment import environment, provenance
+    from .measure.jsonio import dumps, write_json
     from .measure.result import Result
-    from .running import run
+    from .measure.statistics import percentile, summarize
+    from .ranks.agree import from_rank_zero, gather_objects, same_on_all
+    from .ranks.failures import Failure
+    from .ranks.worker import Worker
+    from .running import reports_here, run
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "TrainConfig": ".config",
-    "load_config": ".config",
+    "CountCollectives": ".measure.collectives",
+    "Failure": ".ranks.failures",
+    "GroupedCommand": ".cli.options",
+    "GroupedOption": ".cli.options",
+    "RanksOutcome": ".launching",
     "Result": ".measure.result",
+    "TrainConfig": ".config",
+    "Worker": ".ranks.worker",
+    "dumps": ".measure.jsonio",
+    "environment": ".measure.environment",
+    "external_launcher": ".launch.worker",
+    "from_rank_zero": ".ranks.agree",
+    "gather_objects": ".ranks.agree",
+    "load_config": ".config",
     "module_state": ".api.state",
+    "percentile": ".measure.statistics",
+    "provenance": ".measure.environment",
+    "reports_here": ".running",
     "run": ".running",
+    "run_ranks": ".launching",
+    "same_on_all": ".ranks.agree",
+    "summarize": ".measure.statistics",
+    "write_json": ".measure.jsonio",
 }
 
-__all__ = [*api.__all__, "Result", "TrainConfig", "__version__", "load_config", "module_state", "run"]  # noqa: PLE0604  (they are strings)
+__all__ = [  # noqa: PLE0604  (they are strings)
+    *api.__all__,
+    "CountCollectives",
+    "Failure",
+    "GroupedCommand",
+    "GroupedOption",
+    "RanksOutcome",
+    "Result",
+    "TrainConfig",
+    "Worker",
+    "__version__",
+    "dumps",
+    "environment",
+    "external_launcher",
+    "from_rank_zero",
+    "gather_objects",
+    "load_config",
+    "module_state",
+    "percentile",
+    "provenance",
+    "reports_here",
+    "run",
+    "run_ranks",
+    "same_on_all",
+    "summarize",
+    "write_json",
+]
 
 
 def __getattr__(name: str) -> Any:

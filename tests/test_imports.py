@@ -21,7 +21,7 @@ COLUMNS = (
     {"api"},
     {"registry", "config", "ranks", "model", "data"},
     {"train", "ckpt", "measure", "launch"},
-    {"running"},
+    {"running", "launching"},
     {"cli", "testing"},
     {"__main__"},
 )
@@ -80,7 +80,8 @@ def part_of(name: str) -> str | None:
     part = words[1] if len(words) > 1 else "api"
     if part in COLUMN or part == BUILTIN:
         return part
-    return {"TrainConfig": "config", "load_config": "config", "Result": "measure"}.get(part, "api")
+    origin = {name: module.split(".")[1] for name, module in mtb_core._LAZY.items()}
+    return origin.get(part, "api")
 
 
 def test_arrows_in_core_point_left() -> None:

@@ -61,13 +61,22 @@ def check_network(config: TrainConfig) -> None:
     """
     if config.nproc * config.max_nodes == 1:
         return
-    if config.backend != "nccl" and os.environ.get(GLOO):
-        _check_gloo(os.environ[GLOO])
-    if config.device != "cpu" and config.backend != "gloo" and os.environ.get(NCCL):
-        _check_nccl(os.environ[NCCL])
+    check_interfaces(config.device, config.backend)
     if config.rdzv_endpoint is not None:
         host, port = split_endpoint(config.rdzv_endpoint)
         _check_endpoint(host, port)
+
+
+def check_interfaces(device: str, backend: str) -> None:
+    """Refuse GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME that name no interface of this machine, as far as they matter.
+
+    Raises:
+        ConfigError: the message lists the interfaces that there are.
+    """
+    if backend != "nccl" and os.environ.get(GLOO):
+        _check_gloo(os.environ[GLOO])
+    if device != "cpu" and backend != "gloo" and os.environ.get(NCCL):
+        _check_nccl(os.environ[NCCL])
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

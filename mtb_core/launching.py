@@ -1,0 +1,146 @@
+"""`run_ranks`: a function of your own on all ranks, for commands that measure or check something without training."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from mtb_core.api.errors import ConfigError
+from mtb_core.api.values import Layout, Plan, RankContext, World
+from mtb_core.launch.worker import alone, attach, external_launcher, world_of
+from mtb_core.ranks.context import open_ranks
+from mtb_core.ranks.failures import Failure, failure_of
+from mtb_core.ranks.network import check_interfaces
+from mtb_core.ranks.worker import Worker
+
+ExitReason = Literal["done", "stopped", "interrupted", "failed"]
+RanksMain = Callable[[Any, RankContext, Worker], Any]
+
+
+@attrs.frozen
+class RanksOutcome:
+    """How the ranks ended.
+
+    Attributes:
+        exit_reason: ``"done"``, ``"stopped"`` (SIGTERM), ``"interrupted"`` (Ctrl-C) or ``"failed"``.
+        value: what rank 0 returned; None if it did not return, and in processes of other external ranks.
+        failure: the first cause, where the ranks failed.
+    """
+
+    exit_reason: ExitReason
+    value: Any = None
+    failure: Failure | None = None
+
+
+@attrs.frozen
+class _Work:
+    main: RanksMain
+    payload: Any
+    layout: Layout
+    device: str
+    backend: str
+    timeout: timedelta | None
+
+
+def run_ranks(
+    main: RanksMain,
+    payload: Any = None,
+    *,
+    nproc: int = 1,
+    layout: Layout | None = None,
+    device: str = "auto",
+    backend: str = "auto",
+    start_method: str = "auto",
+    timeout: timedelta | None = None,
+    on_progress: Callable[[dict[str, Any]], None] | None = None,
+    on_line: Callable[[int, str], None] | None = None,
+    debug: bool = False,
+) -> RanksOutcome:
+    """Call ``main(payload, ctx, worker)`` on every rank, inside a process group, and give back what rank 0 returns.
+
+    Started plainly, `nproc` workers are launched and end with this process; one rank runs in this process. Started by
+    torchrun or Slurm, this process is one rank of theirs, and `nproc` is not looked at. Whatever one rank raises ends
+    all of them within seconds; the outcome names the first cause.
+
+    Args:
+        main: a function of a module; it must drop what communicates before it returns. ``worker.stop.requested`` tells
+            that this rank was asked to stop (ranks must agree before they act on it), ``worker.progress(fields)``
+            hands a small mapping to `on_progress`, best effort.
+        payload: picklable, the same for all ranks.
+        layout: arrangement of the ranks; ``ctx.mesh`` has its axes. None: one axis ``"ranks"``.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        backend: ``"auto"``, ``"gloo"`` or ``"nccl"``.
+        timeout: of collectives; None is torch's default.
+        on_line: ``on_line(rank, line)`` for each line that a launched rank writes; None drops them.
+
+    Raises:
+        ConfigError: nothing was started: a wrong number of ranks, backend or network interface.
+    """
+    external = external_launcher() is not None
+    world = world_of() if external else World(nproc, nproc)
+    if world.size < 1:
+        raise ConfigError(f"{nproc} ranks cannot be started; --nproc must be at least 1.")
+    if backend == "nccl" and device == "cpu":
+        raise ConfigError("--backend nccl needs a CUDA device, but --device is cpu; valid here: gloo.")
+    if world.size > 1:
+        check_interfaces(device, backend)
+    chosen = layout or Layout((("ranks", world.size),), data=("ranks",))
+    if chosen.size != world.size:
+        raise ConfigError(f"The layout {dict(chosen.axes)} has {chosen.size} ranks, but there are {world.size}.")
+    work = _Work(main, payload, chosen, device, backend, timeout)
+    if external or world.size == 1:
+        return _here(work, on_progress, external=external, debug=debug)
+    return _launched(work, nproc, start_method, on_progress, on_line, debug=debug)
+
+
+def _on_rank(work: _Work, worker: Worker) -> Any:
+    with open_ranks(worker, Plan(work.layout), device=work.device, backend=work.backend, timeout=work.timeout) as ctx:
+        return work.main(work.payload, ctx, worker)
+
+
+def _here(
+    work: _Work, on_progress: Callable[[dict[str, Any]], None] | None, *, external: bool, debug: bool
+) -> RanksOutcome:
+    with attach() if external else alone() as worker:
+        try:
+            value = _on_rank(work, worker if on_progress is None else attrs.evolve(worker, progress=on_progress))
+        except (Exception, SystemExit) as error:
+            if external or debug:
+                raise
+            return RanksOutcome("failed", failure=failure_of(error, worker.rank))
+        stopped = worker.stop.requested
+        reason: ExitReason = "done" if stopped is None else "interrupted" if stopped == "SIGINT" else "stopped"
+        return RanksOutcome(reason, value if worker.rank == 0 else None)
+
+
+def _launched(
+    work: _Work,
+    nproc: int,
+    start_method: str,
+    on_progress: Callable[[dict[str, Any]], None] | None,
+    on_line: Callable[[int, str], None] | None,
+    *,
+    debug: bool,
+) -> RanksOutcome:
+    from mtb_core.launch.elastic import LaunchSpec, launch  # noqa: PLC0415  (imports torch)
+
+    with tempfile.TemporaryDirectory(prefix=f"mtb-{os.getpid()}-") as logs:
+        outcome = launch(
+            LaunchSpec(
+                entry=_on_rank,
+                payload=work,
+                nproc=nproc,
+                start_method=start_method,
+                log_dir=Path(logs),
+                on_line=on_line,
+                on_progress=on_progress,
+                debug=debug,
+            )
+        )
+    return RanksOutcome(outcome.exit_reason, outcome.values.get(0), outcome.failure)

@@ -1,0 +1,79 @@
+"""Functions on ranks: what comes back, and how failures end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mtb_core import ConfigError, Layout, run_ranks
+
+
+def add_up(payload, ctx, worker):
+    total = torch.full((2,), float(ctx.rank + payload))
+    dist.all_reduce(total)
+    worker.progress({"rank": ctx.rank})
+    return ctx.rank, total.tolist(), None if ctx.mesh is None else ctx.mesh.mesh_dim_names
+
+
+def fail_on_one(payload, ctx, _worker):
+    if ctx.rank == payload:
+        raise ValueError("boom on purpose")
+    dist.barrier()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_rank_zero_gives_the_value(nproc):
+    """Every rank is in the group; what rank 0 returns comes back, and progress arrives."""
+    seen = []
+    outcome = run_ranks(add_up, 1, nproc=nproc, device="cpu", on_progress=seen.append)
+    assert outcome.exit_reason == "done"
+    assert outcome.value == (0, [float(sum(range(1, nproc + 1)))] * 2, ("ranks",))
+    assert {message["rank"] for message in seen} == set(range(nproc))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("nproc", "bad"), [(1, 0), (2, 1)])
+def test_a_failing_rank_ends_all(nproc, bad):
+    """The outcome names the first cause, and no value is made up."""
+    outcome = run_ranks(fail_on_one, bad, nproc=nproc, device="cpu")
+    assert (outcome.exit_reason, outcome.value) == ("failed", None)
+    assert (outcome.failure.rank, outcome.failure.kind, outcome.failure.message) == (
+        bad,
+        "ValueError",
+        "boom on purpose",
+    )
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_start_is_refused():
+    """Wrong numbers and backends are refused before any rank."""
+    with pytest.raises(ConfigError, match="at least 1"):
+        run_ranks(add_up, nproc=0)
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        run_ranks(add_up, device="cpu", backend="nccl")
+    with pytest.raises(ConfigError, match="has 4 ranks, but there are 2"):
+        run_ranks(add_up, nproc=2, layout=Layout((("dp", 4),)))
+
+
+@pytest.mark.timeout(120)
+def test_under_torchrun_this_process_is_a_rank(tmp_path: Path):
+    """Ranks of torchrun are used as they are; rank 0 alone gets the value."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from mtb_core import run_ranks\n"
+        "from test_launching import add_up\n"
+        "outcome = run_ranks(add_up, 1, nproc=7, device='cpu')\n"
+        "open(os.environ['RANK'] + '.txt', 'w').write(repr(outcome.value))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100, capture_output=True)
+    assert (tmp_path / "0.txt").read_text() == "(0, [3.0, 3.0], ('ranks',))"
+    assert (tmp_path / "1.txt").read_text() == "None"
