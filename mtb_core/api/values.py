@@ -151,7 +151,12 @@ class ModelSpec:
             weights then depend on (seed, name) only. None: the module's own initialisation under the run's seed.
         loss: ``loss(output, targets)``: SUM over valid tokens, a scalar. None: see `mtb_core.model.loss`.
         blocks: qualified names of the repeated blocks: the units of activation checkpointing, sharding, compilation.
-        tensor_parallel: module name to ``"colwise"``, ``"rowwise"`` or None.
+        tensor_parallel: a module's qualified name to its role under tensor parallelism, or None. ``"colwise"`` and
+            ``"rowwise"``: linear layers, split by output and by input features. For sequence parallelism also
+            ``"stem"``: what gives the first [batch, length, features] of the residual stream, and ``"norm"``: what
+            stands between the stream and colwise layers or the head, and treats each position alone. For a
+            vocabulary split over ranks ``"embedding"`` and ``"head"``. ``"dropout"``: an ``nn.Dropout`` on the stream,
+            called once a forward.
         flops_per_token: model FLOPs of forward and backward for one token, by convention name
             (see `mtb_core.model.flops`); empty where unknown.
         vocab_size: None where the model has no vocabulary.
@@ -220,6 +225,8 @@ class Prepared:
         core: its ``named_parameters()`` give the plain names, the same for every strategy.
         optimizer: ``param_groups[*]["lr"]`` is written by core before each step.
         engine: whatever else the strategy keeps.
+        parameters: number of elements of all parameters, where `core` holds a part of some of them and does not show
+            it; None: core counts.
         trainable: `core`'s trainable parameters; listed once, for walking the modules in every step is not free.
     """
 
@@ -227,6 +234,7 @@ class Prepared:
     core: nn.Module
     optimizer: torch.optim.Optimizer
     engine: Any = None
+    parameters: int | None = None
     trainable: tuple[nn.Parameter, ...] = attrs.field(init=False, repr=False)
 
     @trainable.default

@@ -26,7 +26,15 @@ LOGIT_STD = 0.1
 #: With tied embeddings: bound of the logit that a position gives its own token at the start.
 OWN_LOGIT = 0.4
 
-_PARALLEL_STYLE = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise", "up": "colwise", "down": "rowwise"}
+_PARALLEL_ROLE = {
+    "tokens": "embedding",
+    "positions": "stem",
+    **dict.fromkeys(("drop", "drop1", "drop2"), "dropout"),
+    **dict.fromkeys(("norm", "norm1", "norm2"), "norm"),
+    **dict.fromkeys(("q", "k", "v", "up"), "colwise"),
+    **dict.fromkeys(("o", "down"), "rowwise"),
+    "head": "head",
+}
 
 
 class Positions(nn.Module):
@@ -62,12 +70,14 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(d_model, bias=False)
         self.up = nn.Linear(d_model, 4 * d_model, bias=False)
         self.down = nn.Linear(4 * d_model, d_model, bias=False)
+        self.drop1 = nn.Dropout(dropout)
+        self.drop2 = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The number of heads is taken from the projections' width: a rank may hold some of them only."""
-        batch, length, _ = x.shape
+        """Sizes are taken from what the layers give: a rank may hold some heads, or some positions of `x`, only."""
         drop = self.dropout if self.training else 0.0
         h = self.norm1(x)
+        batch, length, _ = h.shape
         shape = (batch, length, -1, self.head_dim)
         q = self.q(h).view(shape).transpose(1, 2)
         k = self.k(h).view(shape).transpose(1, 2)
@@ -78,9 +88,9 @@ class Block(nn.Module):
             k = F.rms_norm(k, (self.head_dim,)).to(v.dtype)
         a = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
         a = self.o(a.transpose(1, 2).reshape(batch, length, -1))
-        x = x + (F.dropout(a, drop) if drop else a)
-        m = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + (F.dropout(m, drop) if drop else m)
+        x = x + (self.drop1(a) if drop else a)
+        m: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + (self.drop2(m) if drop else m)
 
 
 class GPT(nn.Module):
@@ -102,6 +112,7 @@ class GPT(nn.Module):
         self.dropout = dropout
         self.tokens = nn.Embedding(vocab_size, d_model)
         self.positions = Positions(seq_length, d_model)
+        self.drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(d_model, n_heads, dropout, qk_norm) for _ in range(n_layers))
         self.norm = nn.LayerNorm(d_model, bias=False)
         self.head = nn.Linear(d_model, vocab_size, bias=False)
@@ -112,7 +123,7 @@ class GPT(nn.Module):
         """Position t of the logits predicts token t + 1; T is at most the model's sequence length."""
         x = self.positions(self.tokens(tokens))
         if self.dropout and self.training:
-            x = F.dropout(x, self.dropout)
+            x = self.drop(x)
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
@@ -146,14 +157,14 @@ def gpt_spec(config: TrainConfig) -> ModelSpec:
         build=build,
         init=functools.partial(_initialise, d_model=d_model, n_layers=n_layers, tied=config.tie_embeddings),
         blocks=tuple(f"blocks.{i}" for i in range(n_layers)),
-        tensor_parallel=_parallel_style,
+        tensor_parallel=_parallel_role,
         flops_per_token=decoder_flops_per_token(matmul_weights, n_layers, d_model, config.seq_length),
         vocab_size=config.vocab_size,
     )
 
 
-def _parallel_style(module_name: str) -> str | None:
-    return _PARALLEL_STYLE.get(module_name.rpartition(".")[2])
+def _parallel_role(module_name: str) -> str | None:
+    return _PARALLEL_ROLE.get(module_name.rpartition(".")[2])
 
 
 def _initialise(

@@ -105,20 +105,30 @@ def test_residual_projections_are_scaled_by_depth():
 
 
 def test_spec_names_what_strategies_need():
-    """Blocks exist under their names; every matrix of a block has a tensor-parallel style, nothing else has."""
+    """Blocks exist under their names, and each of their layers has its role under tensor parallelism."""
     spec, model = make(n_layers=3)
     assert spec.blocks == ("blocks.0", "blocks.1", "blocks.2")
-    styles = {name: spec.tensor_parallel(name) for name, _ in model.named_modules()}
-    named = {name.removeprefix("blocks.1."): style for name, style in styles.items() if style and "blocks.1" in name}
-    assert named == {
+    roles = {name: role for name, _ in model.named_modules() if (role := spec.tensor_parallel(name))}
+    assert {name: role for name, role in roles.items() if "blocks" not in name} == {
+        "tokens": "embedding",
+        "positions": "stem",
+        "drop": "dropout",
+        "norm": "norm",
+        "head": "head",
+    }
+    assert {name.removeprefix("blocks.1."): role for name, role in roles.items() if "blocks.1" in name} == {
+        "norm1": "norm",
         "q": "colwise",
         "k": "colwise",
         "v": "colwise",
         "o": "rowwise",
+        "drop1": "dropout",
+        "norm2": "norm",
         "up": "colwise",
         "down": "rowwise",
+        "drop2": "dropout",
     }
-    assert sum(style is not None for style in styles.values()) == 3 * 6
+    assert len(roles) == 5 + 3 * 10
 
 
 def test_vocabulary_must_be_known():

@@ -94,7 +94,7 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
     finished = "failed"
     try:
         prepared = hooks.prepare(job)
-        outcome.parameters = count_parameters(prepared.core)
+        outcome.parameters = prepared.parameters or count_parameters(prepared.core)
         seed_generators(config.seed, ctx)
         checkpoints = RunCheckpoints(
             job,
