@@ -12,8 +12,9 @@ from . import api
 from .api import *  # noqa: F403  (the public contract is re-exported under one roof)
 
 if TYPE_CHECKING:
-    from .api.state import module_state
+    from .api.state import create_missing_state, module_state
     from .cli.options import GroupedCommand, GroupedOption
+    from .cli.train import train_command
     from .config import TrainConfig, load_config
     from .launch.worker import external_launcher
     from .launching import RanksOutcome, run_ranks
@@ -38,6 +39,7 @@ _LAZY = {
     "Result": ".measure.result",
     "TrainConfig": ".config",
     "Worker": ".ranks.worker",
+    "create_missing_state": ".api.state",
     "dumps": ".measure.jsonio",
     "environment": ".measure.environment",
     "external_launcher": ".launch.worker",
@@ -52,6 +54,7 @@ _LAZY = {
     "run_ranks": ".launching",
     "same_on_all": ".ranks.agree",
     "summarize": ".measure.statistics",
+    "train_command": ".cli.train",
     "write_json": ".measure.jsonio",
 }
 
@@ -66,6 +69,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "TrainConfig",
     "Worker",
     "__version__",
+    "create_missing_state",
     "dumps",
     "environment",
     "external_launcher",
@@ -80,6 +84,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "run_ranks",
     "same_on_all",
     "summarize",
+    "train_command",
     "write_json",
 ]
 

@@ -93,6 +93,8 @@ class Plan:
         process_group: whether a process group is needed even at one rank.
         exact_resume: whether the state that a checkpoint holds is all that later steps depend on.
         missing_gradients: whether the strategy copes with parameters that get no gradient on some ranks.
+        finds_missing_gradients: whether the strategy, which leaves no ``.grad`` for core to look at, raises
+            `MissingGradient` itself in backward.
     """
 
     layout: Layout
@@ -103,6 +105,7 @@ class Plan:
     process_group: bool = True
     missing_gradients: bool = False
     exact_resume: bool = True
+    finds_missing_gradients: bool = False
 
 
 @attrs.frozen

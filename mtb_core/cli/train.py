@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from mtb_core.api.errors import EXIT_OK, EXIT_STOPPED
 from mtb_core.config import load_config
@@ -27,8 +29,11 @@ def _train(config: str | None, as_json: bool, quiet: bool, **_settings: Any) -> 
     under torchrun this process is one worker. Exit codes: 0 done, 2 wrong configuration, 3 the run failed, 4 stopped
     on request.
     """
-    context = click.get_current_context()
-    wanted = load_config(given_settings(context), file=config)
+    return _run(given_settings(click.get_current_context()), config, as_json=as_json, quiet=quiet)
+
+
+def _run(given: dict[str, Any], config: str | None, *, as_json: bool, quiet: bool) -> int:
+    wanted = load_config(given, file=config)
     registry = discover(disabled=wanted.no_plugin)
     warn_failed(registry, warn)
     registry.strategy(wanted.strategy)
@@ -60,14 +65,42 @@ def _show(result: Result, as_json: bool) -> None:
         click.echo(f"mtb: error: {result.failure['text']}", err=True)
 
 
-train = GroupedCommand(
-    "train",
-    callback=_train,
-    help=_train.__doc__,
-    params=[
+def _own_options() -> list[click.Parameter]:
+    return [
         GroupedOption(["--config"], metavar="FILE", help="TOML file with settings; `mtb init` writes one."),
         GroupedOption(["--json", "as_json"], is_flag=True, help="Print the result as one JSON document on stdout."),
         GroupedOption(["--quiet"], is_flag=True, help="No progress on stderr."),
-        *setting_options(),
-    ],
+    ]
+
+
+train = GroupedCommand(
+    "train", callback=_train, help=_train.__doc__, params=[*_own_options(), *setting_options()]
 )
+
+
+def train_command(name: str, strategy: str, options: Mapping[str, click.Option], *, help: str) -> click.Command:  # noqa: A002
+    """A command that trains with one `strategy`, for its plugin: ``mtb train`` with fewer words.
+
+    It takes the options of ``mtb train`` except ``--strategy``, and `options`: by the name of the strategy's option
+    that they give, each with a parameter name of its own. What the command line says wins over ``--config``, where
+    another strategy, with its options, may stand.
+    """
+
+    def callback(config: str | None, as_json: bool, quiet: bool, **_settings: Any) -> int:
+        context = click.get_current_context()
+        given = given_settings(context)
+        table = dict(given.get("strategy_opt", {}))
+        for key, option in options.items():
+            if context.get_parameter_source(str(option.name)) is not ParameterSource.COMMANDLINE:
+                continue
+            if key in table:
+                msg = f"{option.opts[0]} and --strategy-opt {key}={table[key]} say the same thing; give one of them."
+                raise click.UsageError(msg, context)
+            table[key] = context.params[str(option.name)]
+        given["strategy"] = strategy
+        if table:
+            given["strategy_opt"] = table
+        return _run(given, config, as_json=as_json, quiet=quiet)
+
+    settings = [option for option in setting_options() if option.name != "strategy"]
+    return GroupedCommand(name, callback=callback, help=help, params=[*_own_options(), *options.values(), *settings])

@@ -56,7 +56,7 @@ class GradientCheck:
     def __init__(self, job: Job, prepared: Prepared) -> None:
         self._ctx = job.ctx
         self._strategy = job.config.strategy
-        self._active = not job.plan.missing_gradients
+        self._active = not (job.plan.missing_gradients or job.plan.finds_missing_gradients)
         self._parameters = [(n, p) for n, p in prepared.core.named_parameters() if p.requires_grad]
 
     def __call__(self, step: int) -> None:
