@@ -73,12 +73,10 @@ def _own_options() -> list[click.Parameter]:
     ]
 
 
-train = GroupedCommand(
-    "train", callback=_train, help=_train.__doc__, params=[*_own_options(), *setting_options()]
-)
+train = GroupedCommand("train", callback=_train, help=_train.__doc__, params=[*_own_options(), *setting_options()])
 
 
-def train_command(name: str, strategy: str, options: Mapping[str, click.Option], *, help: str) -> click.Command:  # noqa: A002
+def train_command(name: str, strategy: str, options: Mapping[str, click.Option], *, help: str) -> click.Command:
     """A command that trains with one `strategy`, for its plugin: ``mtb train`` with fewer words.
 
     It takes the options of ``mtb train`` except ``--strategy``, and `options`: by the name of the strategy's option
