@@ -95,6 +95,9 @@ class Plan:
         missing_gradients: whether the strategy copes with parameters that get no gradient on some ranks.
         finds_missing_gradients: whether the strategy, which leaves no ``.grad`` for core to look at, raises
             `MissingGradient` itself in backward.
+        sharded: no rank holds all of the model and its optimizer, where there are several data ranks.
+        custom_models: takes any `ModelSpec`, not only one with a tensor-parallel plan.
+        resharding: its checkpoints can be resumed on another number of ranks and by other strategies.
     """
 
     layout: Layout
@@ -106,6 +109,9 @@ class Plan:
     missing_gradients: bool = False
     exact_resume: bool = True
     finds_missing_gradients: bool = False
+    sharded: bool = False
+    custom_models: bool = True
+    resharding: bool = True
 
 
 @attrs.frozen

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: torch's operator names to the field's names. Several operators are one kind of collective.
@@ -50,6 +52,25 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 
 
+@attrs.frozen
+class Collective:
+    """One collective that this rank has issued.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, …
+        dtype: of its tensors, as torch names it without the prefix; empty for a barrier.
+        elements: of the message, see `CountCollectives.message_bytes`.
+        message_bytes: the same in bytes.
+        ranks: global ranks of its group; None where torch does not tell (functional collectives).
+    """
+
+    kind: str
+    dtype: str
+    elements: int
+    message_bytes: int
+    ranks: tuple[int, ...] | None
+
+
 class CountCollectives(TorchDispatchMode):
     """Counts every collective that this rank issues inside the ``with`` block, those of autograd hooks included.
 
@@ -63,12 +84,14 @@ class CountCollectives(TorchDispatchMode):
         message_bytes: their message sizes by kind, summed. The size of one message is that of nccl-tests: all of the
             input or of the output, whichever is larger (an all-gather counts what every rank ends up with). It is not
             what goes over the wire, which depends on the algorithm.
+        seen: each of them, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, int] = {}
         self.message_bytes: dict[str, int] = {}
+        self.seen: list[Collective] = []
 
     def __torch_dispatch__(
         self,
@@ -89,14 +112,30 @@ class CountCollectives(TorchDispatchMode):
             return
         kind = _KINDS.get(name, name)  # an operator not known here still shows, under torch's name
         # In-place operators take (outputs, inputs) or one buffer; functional ones take the input and return the output.
-        size = max(_bytes(part) for part in (*args[:2], result))
+        sides = [list(_tensors(part)) for part in (*args[:2], result)]
+        side = max(sides, key=_bytes)
+        size = 0 if kind == "barrier" else _bytes(side)
         self.calls[kind] = self.calls.get(kind, 0) + 1
-        self.message_bytes[kind] = self.message_bytes.get(kind, 0) + (0 if kind == "barrier" else size)
+        self.message_bytes[kind] = self.message_bytes.get(kind, 0) + size
+        dtype = str(side[0].dtype).removeprefix("torch.") if size else ""
+        elements = sum(t.numel() for t in side) if size else 0
+        self.seen.append(Collective(kind, dtype, elements, size, _ranks(args)))
 
 
-def _bytes(value: Any) -> int:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, list | tuple):
-        return sum(_bytes(item) for item in value)
-    return 0
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _ranks(args: Sequence[Any]) -> tuple[int, ...] | None:
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):  # noqa: SLF001
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return None

@@ -1,1 +1,25 @@
-"""For tests of strategies: run them for real and compare what they did."""
+"""The conformance kit: whether a strategy plugin is right. See ``docs/conformance.md``.
+
+`StrategyConformance` is the base class for a plugin's own tests, `Capabilities` what its author declares; the same
+checks run as ``mtb plugins check NAME``. Besides: `recording` and `examples`, for tests of strategies and sinks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .capabilities import Capabilities
+    from .conformance import StrategyConformance
+
+__all__ = ["Capabilities", "StrategyConformance"]
+
+_LAZY = {"Capabilities": ".capabilities", "StrategyConformance": ".conformance"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    msg = f"module 'mtb_core.testing' has no attribute {name!r}"
+    raise AttributeError(msg)

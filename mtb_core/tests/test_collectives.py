@@ -50,6 +50,7 @@ with CountCollectives() as counted:
     dist.send(two, 1) if rank == 0 else dist.recv(two, 0)
     dist.barrier()
 found["others"] = [counted.calls, counted.message_bytes]
+found["seen"] = [[c.kind, c.dtype, c.elements, c.message_bytes, c.ranks] for c in counted.seen]
 
 from torch.distributed import _functional_collectives as functional
 with CountCollectives() as counted:

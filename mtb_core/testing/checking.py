@@ -1,0 +1,191 @@
+"""What a check is, and how checks are chosen and run."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from mtb_core.api.errors import ConfigError
+from mtb_core.api.options import nearest
+
+from .lab import Lab
+from .states import Mismatch
+
+#: Modules whose import fills the list of checks, in the order in which checks run.
+_GROUPS = ("discovery", "parity", "sync", "models", "checkpoints", "failures", "processes")
+#: The page that explains every check, relative to the documentation's root.
+PAGE = "docs/conformance.md"
+
+CheckFunction = Callable[[Lab, int], Mapping[str, Any] | None]
+Status = Literal["passed", "failed", "skipped"]
+
+
+class Skip(Exception):
+    """A check does not apply; the text says why."""
+
+
+@attrs.frozen
+class Check:
+    """One thing that must hold.
+
+    Attributes:
+        name: ``group.what``.
+        title: what must hold, one sentence.
+        mistake: what an author whose strategy fails here has probably done.
+        ranks: ``"all"`` world sizes, ``"several"`` (those above one), or ``"most"``: the largest one only.
+        needs: capabilities without which it is skipped.
+        function: raises `Mismatch` where it does not hold, `Skip` where it does not apply; may return figures.
+    """
+
+    name: str
+    title: str
+    mistake: str
+    ranks: Literal["all", "several", "most"]
+    needs: tuple[str, ...]
+    function: CheckFunction
+
+    @property
+    def page(self) -> str:
+        """Where the documentation explains it."""
+        return f"{PAGE}#{self.name.replace('.', '').replace('_', '-')}"
+
+
+@attrs.frozen
+class Case:
+    """A check at a number of ranks."""
+
+    check: Check
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """``group.what@ranks``."""
+        return f"{self.check.name}@{self.ranks}"
+
+
+@attrs.frozen
+class Outcome:
+    """How a case went.
+
+    Attributes:
+        expected: with `seen`, what did not hold, where it failed.
+        reason: why it was skipped.
+        figures: what it measured.
+    """
+
+    case: Case
+    status: Status
+    expected: str = ""
+    seen: str = ""
+    reason: str = ""
+    figures: Mapping[str, Any] = attrs.field(factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """A failure as a paragraph for the author."""
+        check = self.case.check
+        return (
+            f"{self.case.name}: {check.title}\n  expected:       {self.expected}\n  seen:           {self.seen}\n"
+            f"  likely mistake: {check.mistake}\n  more:           {check.page}"
+        )
+
+
+_checks: list[Check] = []
+
+
+def check(
+    name: str,
+    title: str,
+    *,
+    mistake: str,
+    ranks: Literal["all", "several", "most"] = "all",
+    needs: tuple[str, ...] = (),
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Add a function to the kit's checks."""
+
+    def add(function: CheckFunction) -> CheckFunction:
+        _checks.append(Check(name, title, mistake, ranks, needs, function))
+        return function
+
+    return add
+
+
+def all_checks() -> Sequence[Check]:
+    """Every check of the kit, in order."""
+    for group in _GROUPS:
+        import_module(f"mtb_core.testing.checks.{group}")
+    return sorted(_checks, key=lambda c: _GROUPS.index(c.name.partition(".")[0]))
+
+
+def cases(world_sizes: Sequence[int], only: Sequence[str] = ()) -> list[Case]:
+    """The cases at `world_sizes`; `only`: patterns of check or case names, ``*`` matches anything.
+
+    Raises:
+        ConfigError: a pattern that matches nothing.
+    """
+    found = [Case(c, n) for c in all_checks() for n in _ranks_of(c, world_sizes)]
+    for pattern in only:
+        if not any(_matches(case, pattern) for case in found):
+            names = [c.name for c in all_checks()]
+            raise ConfigError(
+                f"No check matches '{pattern}'.{nearest(pattern, names)} Valid: a name, or a pattern like 'parity.*' or "
+                f"'*@3', of: {', '.join(names)}."
+            )
+    return [case for case in found if not only or any(_matches(case, pattern) for pattern in only)]
+
+
+def _matches(case: Case, pattern: str) -> bool:
+    return any(
+        fnmatch.fnmatchcase(name, pattern) for name in (case.name, case.check.name, case.check.name.partition(".")[0])
+    )
+
+
+def _ranks_of(check: Check, world_sizes: Sequence[int]) -> list[int]:
+    if check.ranks == "most":
+        return [max(world_sizes)]
+    return [n for n in world_sizes if check.ranks == "all" or n > 1]
+
+
+def run_case(lab: Lab, case: Case) -> Outcome:
+    """Run one case; whatever it raises becomes an outcome."""
+    started = time.monotonic()
+    missing = [need for need in case.check.needs if not getattr(lab.capabilities, need)]
+    if missing:
+        return Outcome(case, "skipped", reason=f"not declared: {', '.join(missing)}")
+    try:
+        figures = case.check.function(lab, case.ranks)
+    except Skip as skip:
+        return Outcome(case, "skipped", reason=str(skip), seconds=time.monotonic() - started)
+    except Mismatch as mismatch:
+        return Outcome(
+            case, "failed", expected=mismatch.expected, seen=mismatch.seen, seconds=time.monotonic() - started
+        )
+    except ConfigError as error:
+        return Outcome(
+            case, "failed", expected="a plan for what was declared", seen=str(error), seconds=time.monotonic() - started
+        )
+    return Outcome(case, "passed", figures=figures or {}, seconds=time.monotonic() - started)
+
+
+def run_cases(lab: Lab, chosen: Sequence[Case]) -> Iterator[Outcome]:
+    """Run cases one after the other."""
+    for case in chosen:
+        yield run_case(lab, case)
+
+
+def digest() -> str:
+    """Digest of the kit's own code: certificates with the same one were made by the same checks."""
+    state = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        state.update(path.relative_to(folder).as_posix().encode())
+        state.update(path.read_bytes())
+    return state.hexdigest()

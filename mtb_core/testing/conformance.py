@@ -1,0 +1,62 @@
+"""The base class of a strategy's own conformance tests under pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from mtb_core.api.descriptions import StrategyInfo
+from mtb_core.registry.discovery import discover
+
+from .capabilities import Capabilities
+from .checking import Case, cases, run_case
+from .lab import Lab
+
+
+class StrategyConformance:
+    """Every check of the kit, as one test each. Subclass it, name the strategy, declare what it can do::
+
+        class TestMine(StrategyConformance):
+            strategy = "mine"
+            options = {"buckets": "4"}
+            capabilities = Capabilities(sharded=True, world_sizes=(1, 2, 3))
+
+    Attributes:
+        strategy: name of an installed strategy, or a `StrategyInfo`.
+        options: of the strategy, as on the command line.
+        capabilities: what is declared must hold; what is not declared is skipped and listed.
+        settings: settings of `TrainConfig` that every run of the kit needs (model sizes, say).
+    """
+
+    strategy: ClassVar[str | StrategyInfo]
+    options: ClassVar[Mapping[str, Any]] = {}
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    settings: ClassVar[Mapping[str, Any]] = {}
+
+    @pytest.fixture(scope="class")
+    def lab(self, request: pytest.FixtureRequest) -> Iterator[Lab]:
+        """The laboratory of this class; runs are shared between its tests."""
+        own: type[StrategyConformance] = request.cls
+        info = own.strategy if isinstance(own.strategy, StrategyInfo) else discover().strategy(own.strategy)
+        with Lab(info, own.options, capabilities=own.capabilities, settings=own.settings) as lab:
+            yield lab
+
+    @pytest.mark.timeout(300)
+    def test_conformance(self, lab: Lab, case: Case) -> None:
+        """One check of the kit at a number of ranks."""
+        outcome = run_case(lab, case)
+        if outcome.status == "skipped":
+            pytest.skip(outcome.reason)
+        if outcome.status == "failed":
+            pytest.fail(outcome.text, pytrace=False)
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Give `StrategyConformance.test_conformance` its cases; called by the kit's pytest plugin."""
+    own = metafunc.cls
+    if own is None or not issubclass(own, StrategyConformance) or "case" not in metafunc.fixturenames:
+        return
+    chosen = cases(own.capabilities.world_sizes) if hasattr(own, "strategy") else []
+    metafunc.parametrize("case", chosen, ids=[case.name for case in chosen])

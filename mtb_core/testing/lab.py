@@ -1,0 +1,240 @@
+"""The laboratory: runs episodes on real ranks, once each, and gives checks what they need to judge them."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import attrs
+
+from mtb_core.api.descriptions import DatasetInfo, ModelInfo, StrategyInfo
+from mtb_core.api.options import parse_options
+from mtb_core.api.values import Plan, World
+from mtb_core.config import TrainConfig
+from mtb_core.launch.elastic import LaunchSpec, launch
+from mtb_core.ranks.failures import Failure
+from mtb_core.registry.discovery import Registry, discover
+from mtb_core.train.planning import plan_run
+
+from .capabilities import Capabilities, capabilities_of
+from .debugging import Terminal
+from .episodes import COMMON, Episode, episode
+from .rank import RankWork, rank_of_episode, read_traces
+from .stage import RankTrace
+from .states import Mismatch, Whole, assemble
+
+#: Names that the laboratory adds to those of the installed plugins.
+DATASETS = (DatasetInfo("kit-ragged", "Samples with few or no valid tokens", "mtb_core.testing.ragged:ragged"),)
+MODELS = tuple(
+    ModelInfo(f"kit-{name}", text, f"mtb_core.testing.samples:{name}")
+    for name, text in (
+        ("frozen", "Some parameters do not require gradients"),
+        ("unused", "A parameter that forward never uses"),
+        ("buffers", "Persistent and other buffers that forward changes"),
+        ("odd", "Dimensions that no number of ranks divides, a 0-d parameter, fewer rows than ranks"),
+    )
+)
+#: What takes long to import is imported here, before ranks are forked, and so once.
+_PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.optim",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "mtb_core.model.gpt",
+    "mtb_core.ckpt.manager",
+)
+#: A rank of an episode that takes longer than this shows its stacks and is ended, seconds.
+DEADLINE_S = 60.0
+
+
+@attrs.frozen
+class Run:
+    """An episode that took place.
+
+    Attributes:
+        traces: by rank; a rank that was killed before it could write one is left out.
+        failure: the first cause, where the ranks did not agree on it; agreed ones are in the result.
+        exit_reason: of the run.
+        log: last lines that each rank has written, by rank.
+        folder: with ``run`` in it, the run's folder.
+    """
+
+    episode: Episode
+    traces: Mapping[int, RankTrace]
+    failure: Failure | None
+    exit_reason: str
+    log: Mapping[int, list[str]]
+    folder: Path
+
+    @property
+    def first(self) -> RankTrace:
+        """The trace of rank 0."""
+        return self.traces[0]
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """The run's result."""
+        assert self.first.result is not None
+        return self.first.result
+
+    def whole(self, step: int) -> Whole:
+        """Model and optimizer after `step`, put together from the parts of all ranks.
+
+        Raises:
+            Mismatch: a part is missing, or ranks that hold the same elements disagree.
+        """
+        return assemble(self.traces, step)
+
+    def why(self) -> str:
+        """How it ended, in words, with the end of the log where a rank failed."""
+        if self.failure is None:
+            agreed = (self.first.result or {}).get("failure") if self.traces else None
+            return self.exit_reason if agreed is None else f"{self.exit_reason}: {agreed['text']}"
+        rank = self.failure.rank or 0
+        lines = "\n".join(self.log.get(rank, [])[-15:])
+        return f"failed: {self.failure}" + (f"\nrank {rank} had written:\n{lines}" if lines else "")
+
+
+class Lab:
+    """Runs episodes of one strategy with one set of options, and of ``single`` as the reference.
+
+    Use it as a context manager; it keeps its files in a temporary folder.
+
+    Args:
+        info: the strategy; need not be installed.
+        options: of the strategy, as on the command line.
+        capabilities: what its author declares; None: what its plan says.
+        settings: settings that every episode of strategy and reference has (model sizes that it needs, say).
+        world_sizes: numbers of ranks to check at, where the strategy can.
+        debug: terminal for a debugger in one rank.
+    """
+
+    def __init__(
+        self,
+        info: StrategyInfo,
+        options: Mapping[str, Any] | None = None,
+        *,
+        capabilities: Capabilities | None = None,
+        settings: Mapping[str, Any] | None = None,
+        world_sizes: tuple[int, ...] = (1, 2, 3),
+        debug: Terminal | None = None,
+    ) -> None:
+        self.info = info
+        self.options = dict(options or {})
+        self.settings = {**COMMON, **(settings or {})}
+        self.registry = _registry(info)
+        self._declared, self._candidates = capabilities, world_sizes
+        self._debug = debug
+        self._runs: dict[Episode, Run] = {}
+        self._numbers = itertools.count(1)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.capabilities = capabilities or capabilities_of(self, world_sizes)
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="mtb-kit-", ignore_cleanup_errors=True)
+        for module in (*_PRELOAD, self.info.impl.partition(":")[0]):
+            importlib.import_module(module)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._folder is not None
+        self._folder.cleanup()
+
+    @property
+    def folder(self) -> Path:
+        """A folder for whatever a check writes."""
+        assert self._folder is not None
+        return Path(self._folder.name)
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Numbers of ranks that the strategy is checked at."""
+        return self.capabilities.world_sizes
+
+    def plan(self, ranks: int, **settings: Any) -> Plan:
+        """The strategy's plan.
+
+        Raises:
+            ConfigError: it cannot run so.
+        """
+        parsed = parse_options(self.info.options, self.options, owner=f"strategy '{self.info.name}'")
+        return self.info.plan(parsed, self.config(episode(ranks, **settings)), World(ranks, ranks))
+
+    def config(self, asked: Episode) -> TrainConfig:
+        """The configuration of an episode."""
+        who = {"strategy": self.info.name, "strategy_opt": self.options} if asked.subject else {"strategy": "single"}
+        return TrainConfig(**{**self.settings, **who, "nproc": asked.ranks, **dict(asked.settings)})
+
+    def run(self, asked: Episode) -> Run:
+        """The run of an episode; each is run once.
+
+        Raises:
+            ConfigError: it cannot be run at all.
+        """
+        if asked not in self._runs:
+            self._runs[asked] = self._run(asked)
+        return self._runs[asked]
+
+    def done(self, asked: Episode) -> Run:
+        """The run of an episode that must come to its end.
+
+        Raises:
+            Mismatch: it did not.
+        """
+        run = self.run(asked)
+        if run.exit_reason != "done" or run.traces.keys() != set(range(asked.ranks)):
+            raise Mismatch("a run that comes to its end on all ranks", run.why())
+        return run
+
+    def _run(self, asked: Episode) -> Run:
+        folder = self.folder / f"episode-{next(self._numbers):03d}"
+        folder.mkdir()
+        config = attrs.evolve(self.config(asked), run_dir=str(folder / "run"))
+        planned = plan_run(config, self.registry, World(asked.ranks, asked.ranks))
+        impl = planned.strategy.impl
+        planned = attrs.evolve(
+            planned, strategy=attrs.evolve(planned.strategy, impl="mtb_core.testing.stage:make_strategy")
+        )
+        log: dict[int, list[str]] = {}
+        work = RankWork(planned, impl, asked.probes, asked.states, folder, DEADLINE_S, self._debug)
+        outcome = launch(
+            LaunchSpec(
+                entry=rank_of_episode,
+                payload=work,
+                nproc=asked.ranks,
+                start_method=config.start_method,
+                log_dir=folder / "logs",
+                on_line=_keep_in(log),
+            )
+        )
+        traces = {r: trace for r, trace in enumerate(read_traces(folder, asked.ranks)) if trace is not None}
+        reason: str = outcome.exit_reason
+        if reason == "done" and traces and (result := next(iter(traces.values())).result) is not None:
+            reason = result["exit_reason"]
+        return Run(asked, traces, outcome.failure, reason, log, folder)
+
+
+def _keep_in(log: dict[int, list[str]]) -> Callable[[int, str], None]:
+    def keep(rank: int, line: str) -> None:
+        log.setdefault(rank, []).append(line)
+
+    return keep
+
+
+def _registry(info: StrategyInfo) -> Registry:
+    """What is installed, with the strategy under test and the laboratory's own data and models."""
+    found = discover()
+    return attrs.evolve(
+        found,
+        strategies={**found.strategies, info.name: info},
+        datasets={**found.datasets, **{d.name: d for d in DATASETS}},
+        models={**found.models, **{m.name: m for m in MODELS}},
+    )

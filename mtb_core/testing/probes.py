@@ -1,0 +1,74 @@
+"""Probes that several checks use: things to watch, and things that go wrong on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Generator
+from typing import Any
+
+import attrs
+import torch
+
+from mtb_core.api.hooks import hookimpl
+from mtb_core.api.values import MicroBatch, Prepared
+
+from .episodes import Probe
+from .stage import Stage
+
+
+@attrs.frozen
+class Inputs(Probe):
+    """Notes (step, digest) of every sample that the model was called with while training, under ``inputs``."""
+
+    def observer(self, stage: Stage) -> object:
+        """See the class."""
+        return _Inputs(stage)
+
+
+class _Inputs:
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._seen: list[tuple[int, str]] = stage.trace.notes.setdefault("inputs", [])
+
+    @hookimpl(wrapper=True)
+    def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
+        prepared = yield
+        prepared.module.register_forward_pre_hook(self._note)
+        return prepared
+
+    def _note(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        if module.training and self._stage.step:
+            for row in arguments[0]:
+                digest = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
+                self._seen.append((self._stage.step, digest[:16]))
+
+
+@attrs.frozen
+class RaiseInSyncContext(Probe):
+    """Before the last micro-batch of `step`, enters an unsynchronised context and leaves it by an exception."""
+
+    step: int
+
+    def observer(self, stage: Stage) -> object:
+        """See the class."""
+        return _RaiseInSyncContext(stage, self.step)
+
+
+class _OnPurpose(Exception):
+    pass
+
+
+class _RaiseInSyncContext:
+    def __init__(self, stage: Stage, step: int) -> None:
+        self._stage, self._step = stage, step
+
+    @hookimpl(wrapper=True)
+    def mtb_micro_batch(
+        self, prepared: Prepared, micro: MicroBatch
+    ) -> Generator[None, contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        if micro.index == micro.count - 1 and self._stage.step in (self._step - 1, self._step):
+            unsynchronised = MicroBatch(0, micro.count, sync=False)
+            with contextlib.suppress(_OnPurpose), self._stage.strategy.micro_batch(prepared, unsynchronised):
+                raise _OnPurpose
+        return (yield)

@@ -1,0 +1,81 @@
+"""What each rank of an episode runs."""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core.ranks.worker import Worker
+from mtb_core.train.planning import Planned
+from mtb_core.train.worker_main import Payload, rank_main
+
+from . import debugging, stage
+from .episodes import Probe
+
+
+@attrs.frozen
+class RankWork:
+    """What the laboratory hands to every rank of an episode.
+
+    Attributes:
+        impl: reference of the strategy's class.
+        deadline_s: a rank that takes longer shows its stacks and ends.
+        debug: a terminal for one rank, where a debugger was asked for.
+    """
+
+    planned: Planned
+    impl: str
+    probes: tuple[Probe, ...]
+    states: tuple[int, ...]
+    folder: Path
+    deadline_s: float
+    debug: debugging.Terminal | None = None
+
+
+def rank_of_episode(work: RankWork, worker: Worker) -> None:
+    """Train as core would, watched; the trace is written also where the run fails."""
+    debugged = work.debug is not None and work.debug.rank == worker.rank
+    if work.debug is None:
+        faulthandler.dump_traceback_later(work.deadline_s, exit=True, file=sys.stderr)
+    here = stage.Stage(worker.rank, work.impl, work.states)
+    stage.enter(here)
+    plugins: dict[str, Callable[[], object]] = {"kit-recorder": partial(stage.Recorder, here)}
+    plugins |= {f"kit-probe-{i}": partial(probe.observer, here) for i, probe in enumerate(work.probes)}
+    if debugged and work.debug is not None:
+        plugins["kit-debugger"] = partial(debugging.Debugger, work.debug)
+    payload = Payload(
+        work.planned.resolved.config,
+        work.folder / "run",
+        ("mtb", "plugins", "check"),
+        work.planned.resolved,
+        None,
+        plugins,
+        work.planned,
+    )
+    try:
+        if debugged and work.debug is not None:
+            with work.debug.post_mortem():
+                here.trace.result = rank_main(payload, worker)
+        else:
+            here.trace.result = rank_main(payload, worker)
+    finally:
+        trace_path(work.folder, worker.rank).write_bytes(pickle.dumps(here.trace))
+        faulthandler.cancel_dump_traceback_later()
+
+
+def trace_path(folder: Path, rank: int) -> Path:
+    """The file of a rank's trace."""
+    return folder / f"trace-{rank}.pickle"
+
+
+def read_traces(folder: Path, ranks: int) -> list[Any]:
+    """The traces that were written, by rank; None where a rank was killed first."""
+    paths = [trace_path(folder, rank) for rank in range(ranks)]
+    return [pickle.loads(p.read_bytes()) if p.exists() else None for p in paths]  # noqa: S301  (written just now)

@@ -1,0 +1,195 @@
+"""What an episode leaves behind on each rank, and who writes it down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from mtb_core.api.descriptions import load_reference
+from mtb_core.api.hooks import hookimpl
+from mtb_core.api.records import RunInfo, StepRecord
+from mtb_core.api.strategy import Strategy
+from mtb_core.api.values import Job, MicroBatch, Plan, Prepared, State
+from mtb_core.measure.collectives import Collective, CountCollectives
+
+#: A copy of a `Piece`: tensor, shape of the whole, offset.
+Part = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]
+
+
+@attrs.frozen
+class MicroTrace:
+    """One micro-batch: the collectives issued between entering and leaving its sync context."""
+
+    step: int
+    index: int
+    sync: bool
+    collectives: tuple[Collective, ...]
+
+
+@attrs.define
+class RankTrace:
+    """What one rank did in an episode; plain values and tensors on the CPU.
+
+    Attributes:
+        states: by step, the parts of model and optimizer that this rank holds.
+        records: one of each step.
+        micros: each micro-batch.
+        collectives: of each step, from its first micro-batch to the end of its optimizer step.
+        rates: learning rates that the optimizer's groups had when it stepped.
+        calls: how often each strategy hook was called.
+        notes: whatever probes have written down.
+        result: the run's result as JSON; None where this rank did not get so far.
+    """
+
+    rank: int
+    plan: Plan | None = None
+    data_rank: int = 0
+    states: dict[int, dict[str, list[Part]]] = attrs.field(factory=dict)
+    scalars: dict[int, Mapping[str, Any]] = attrs.field(factory=dict)
+    records: list[StepRecord] = attrs.field(factory=list)
+    micros: list[MicroTrace] = attrs.field(factory=list)
+    collectives: dict[int, tuple[Collective, ...]] = attrs.field(factory=dict)
+    rates: dict[int, list[float]] = attrs.field(factory=dict)
+    calls: dict[str, int] = attrs.field(factory=dict)
+    notes: dict[str, Any] = attrs.field(factory=dict)
+    result: dict[str, Any] | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of every step."""
+        return [r.loss for r in self.records]
+
+
+class Stage:
+    """Where an episode takes place on one rank: the strategy under test and what is known of the run so far.
+
+    Attributes:
+        step: the step that is being taken; 0 before the first.
+        prepared: from `mtb_prepare` on.
+    """
+
+    def __init__(self, rank: int, impl: str, states: tuple[int, ...]) -> None:
+        self.trace = RankTrace(rank)
+        self.states = states
+        self.step = 0
+        self.prepared: Prepared | None = None
+        self._impl = impl
+        self._strategy: Strategy | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy object of the current trial."""
+        assert self._strategy is not None
+        return self._strategy
+
+    def make_strategy(self) -> Strategy:
+        """Make the strategy that core gets, and remember it."""
+        self._strategy = load_reference(self._impl)()
+        assert self._strategy is not None
+        return self._strategy
+
+    def keep_state(self, step: int) -> None:
+        """Copy what this rank holds of model and optimizer."""
+        assert self.prepared is not None
+        state: State = self.strategy.state(self.prepared)
+        self.trace.states[step] = {
+            key: [(p.tensor.detach().cpu().clone(), tuple(p.shape), tuple(p.offset)) for p in pieces]
+            for key, pieces in state.pieces.items()
+        }
+        self.trace.scalars[step] = dict(state.scalars)
+
+
+_stage: Stage | None = None
+
+
+def enter(stage: Stage) -> None:
+    """Make `stage` the one of this process."""
+    global _stage  # noqa: PLW0603  (one episode a process; what core constructs by reference must find it)
+    _stage = stage
+
+
+def make_strategy() -> Strategy:
+    """What core calls in place of the strategy's class."""
+    assert _stage is not None
+    return _stage.make_strategy()
+
+
+class Recorder:
+    """The run plugin that fills a `RankTrace`."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._trace = stage.trace
+        self._counter: CountCollectives | None = None
+
+    @hookimpl(wrapper=True)
+    def mtb_prepare(self, job: Job) -> Generator[None, Prepared, Prepared]:
+        """Note the plan and keep what was prepared."""
+        self._trace.plan, self._trace.data_rank = job.plan, job.ctx.data_rank
+        prepared = yield
+        self._stage.prepared = prepared
+        if isinstance(prepared.optimizer, torch.optim.Optimizer):  # an engine's own may only look like one
+            prepared.optimizer.register_step_pre_hook(self._note_rates)
+        return prepared
+
+    def _note_rates(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
+        self._trace.rates[self._stage.step] = [float(group["lr"]) for group in optimizer.param_groups]
+
+    @hookimpl
+    def mtb_run_started(self, info: RunInfo) -> None:
+        """Keep the state that the run starts from."""
+        self._stage.step = info.first_step - 1
+        if info.first_step - 1 in self._stage.states:
+            self._stage.keep_state(info.first_step - 1)
+
+    @hookimpl(wrapper=True)
+    def mtb_micro_batch(
+        self, micro: MicroBatch
+    ) -> Generator[None, contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Watch the collectives of a micro-batch; the first one opens its step."""
+        if micro.index == 0:
+            self._stage.step += 1
+            self._counter = CountCollectives()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+        context = yield
+        return self._watched(context, micro)
+
+    @contextlib.contextmanager
+    def _watched(self, context: contextlib.AbstractContextManager[None], micro: MicroBatch) -> Any:
+        counter = self._counter
+        before = 0 if counter is None else len(counter.seen)
+        with context:
+            yield
+        seen = () if counter is None else tuple(counter.seen[before:])
+        self._trace.micros.append(MicroTrace(self._stage.step, micro.index, micro.sync, seen))
+
+    @hookimpl(wrapper=True)
+    def mtb_optimizer_step(self, prepared: Prepared) -> Generator[None, None, None]:
+        """The last strategy hook of a step."""
+        self._note_rates(prepared.optimizer)
+        yield
+        self._end_counting()
+
+    def _end_counting(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._trace.collectives[self._stage.step] = tuple(self._counter.seen)
+            self._counter = None
+
+    @hookimpl
+    def mtb_step_recorded(self, record: StepRecord) -> None:
+        """Keep the record, and the state where it was asked for."""
+        self._trace.records.append(record)
+        if record.global_step in self._stage.states:
+            self._stage.keep_state(record.global_step)
+
+    @hookimpl(wrapper=True)
+    def mtb_close(self) -> Generator[None, None, None]:
+        """Forget the model; a step that failed is no longer counted."""
+        self._end_counting()
+        self._stage.prepared = None
+        yield
