@@ -1,0 +1,76 @@
+"""The timed loop, and how iterations are timed over all ranks.
+
+Iterations run back to back, as in nccl-tests and in a training step, with nothing between them but reading the clock.
+An iteration has ended when the last rank has finished it; its time runs from the end of the one before (the first
+one's from the start, where all ranks leave a barrier). So a slow rank shows wherever it is slow, and the mean is
+exactly what nccl-tests reports: the loop's time on the slowest rank, divided by the number of iterations. The mean of
+each iteration's slowest single call would be larger: ranks that wait in turn would all be counted.
+
+Clock: ``time.perf_counter`` around calls that return when this rank is done, on CPU; events on the device's stream,
+read after the loop, on CUDA.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mtb_core import percentile
+
+#: Ranks look whether they are to stop after loops of about this length.
+LOOP_S = 2.0
+
+
+def timed_loop(call: Callable[[], object], count: int, device: str) -> list[float]:
+    """Call `count` times; for each call the seconds from the start of the loop until this rank had finished it."""
+    return _on_device(call, count) if device.startswith("cuda") else _on_cpu(call, count)
+
+
+def _on_cpu(call: Callable[[], object], count: int) -> list[float]:
+    clock, ends = time.perf_counter, [0.0] * count
+    start = clock()
+    for index in range(count):
+        call()
+        ends[index] = clock()
+    return [end - start for end in ends]
+
+
+def _on_device(call: Callable[[], object], count: int) -> list[float]:
+    start, *ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda.synchronize()
+    start.record()
+    for end in ends:
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for end in ends]
+
+
+def iteration_times(ends: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of each iteration, from every rank's list of ends (seconds since its own start of the loop)."""
+    finished = [max(column) for column in zip(*ends, strict=True)]
+    return [after - before for before, after in zip([0.0, *finished], finished, strict=False)]
+
+
+def time_statistics(seconds: Sequence[float]) -> dict[str, float]:
+    """The row's ``time_ms``."""
+    ms = [1e3 * s for s in seconds]
+    percentiles = {f"p{q}": percentile(ms, q) for q in (50, 95, 99)}
+    return {"mean": sum(ms) / len(ms), "min": min(ms), **percentiles, "max": max(ms)}
+
+
+def next_loop(done_s: Sequence[float], iterations: int, wanted_s: float | None, estimate_s: float) -> int:
+    """How many iterations to run next, in a loop of about `LOOP_S`; 0: enough is done.
+
+    Args:
+        done_s: seconds of the iterations so far.
+        iterations: how many there are to be, unless `wanted_s` says how long they are to take together.
+        estimate_s: of one iteration, before there are any; 0 where nothing is known.
+    """
+    each = max(sum(done_s) / len(done_s) if done_s else estimate_s, 1e-9)
+    left = iterations - len(done_s) if wanted_s is None else round((wanted_s - sum(done_s)) / each)
+    if wanted_s is not None and not done_s:
+        left = max(1, left)
+    return max(0, min(left, max(1, int(LOOP_S / each))))
