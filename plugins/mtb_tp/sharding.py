@@ -1,0 +1,241 @@
+"""From a model's tensor-parallel roles to torch's ``parallelize_module``, and to plain local parameters after it.
+
+`parallelize_module` makes each split weight a ``DTensor`` and lets layers speak to their neighbours in DTensors. That
+suits filling the weights, but neither DistributedDataParallel nor the arithmetic of checkpoints: DDP knows no DTensor,
+and FSDP2 on top of one makes strided shards. So, once filled, each parameter is replaced by its local part, and a
+layer wraps it in a DTensor again while it computes. What works over data-parallel ranks then sees plain tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F  # noqa: N812  (its name everywhere)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from mtb_core import ConfigError, ModelSpec, Piece, State
+from mtb_tp.plugin import TPOptions, must_divide
+
+
+@attrs.frozen
+class Slot:
+    """Where a rank's part of a parameter lies in the whole; `placement` says how tensor-parallel ranks hold it."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    placement: Placement
+
+    @property
+    def split(self) -> bool:
+        """Whether every tensor-parallel rank holds another part."""
+        return self.placement.is_shard()
+
+
+def roles_of(model: nn.Module, spec: ModelSpec, options: TPOptions) -> dict[str, str]:
+    """The role of each module that has one.
+
+    Raises:
+        ConfigError: the model names no layers to split, or lacks roles that `options` need.
+    """
+    rule = spec.tensor_parallel
+    named = {} if rule is None else {name: role for name, _ in model.named_modules() if (role := rule(name))}
+    present = set(named.values())
+    if not {"colwise", "rowwise"} <= present:
+        raise ConfigError(
+            "strategy 'tp' needs a model that says how its layers are split, and this one does not: its ModelSpec has "
+            "no tensor_parallel with roles 'colwise' and 'rowwise'. Return such a ModelSpec from the factory, use "
+            "--model gpt, or another strategy."
+        )
+    needs = {"sequence_parallel": {"stem", "norm"}, "vocab_parallel_loss": {"embedding", "head", "norm"}}
+    for option, roles in needs.items():
+        if getattr(options, option) and roles - present:
+            missing = ", ".join(f"'{role}'" for role in sorted(roles - present))
+            raise ConfigError(
+                f"strategy 'tp' has {option}=true, but the model's tensor_parallel gives no module the role {missing}; "
+                f"add it to the ModelSpec, or leave out {option}."
+            )
+    if options.vocab_parallel_loss and spec.loss is not None:
+        raise ConfigError(
+            "strategy 'tp' has vocab_parallel_loss=true, but the model's ModelSpec brings a loss of its own, which "
+            "would see a part of the logits only; leave out one of the two."
+        )
+    return named
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], options: TPOptions) -> nn.Module:
+    """Split `model` over the ranks of `mesh`; tied parameters stay tied. No communication: all ranks hold the same.
+
+    Raises:
+        ConfigError: a layer cannot be split evenly.
+    """
+    plan = {}
+    last_norm = [name for name, role in roles.items() if role == "norm"][-1:]
+    for name, role in roles.items():
+        style = _style(role, options, feeds_whole_head=name in last_norm and not options.vocab_parallel_loss)
+        if style is not None:
+            plan[name] = style
+            _check_even(name, role, model.get_submodule(name), mesh.size())
+    ties = _ties(model)
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    for first, *others in ties:
+        for name in others:
+            _set_parameter(model, name, model.get_parameter(first))
+    return model
+
+
+def _style(role: str, options: TPOptions, *, feeds_whole_head: bool) -> ParallelStyle | None:
+    """How a module of `role` meets its neighbours. The residual stream itself is plain tensors.
+
+    A norm hands a replicated DTensor to the layers behind it: their input gradients, each a part of a sum, are then
+    added up locally, and reduced once. A head that is not split takes the whole sequence as a plain tensor; its input
+    gradient is whole on each rank.
+    """
+    stream: Placement = Shard(1) if options.sequence_parallel else Replicate()
+    if role == "colwise":
+        return ColwiseParallel()
+    if role == "rowwise":
+        return RowwiseParallel(output_layouts=stream)
+    if role == "norm":
+        if feeds_whole_head and not options.sequence_parallel:
+            return None
+        return PrepareModuleOutput(
+            output_layouts=stream, desired_output_layouts=Replicate(), use_local_output=feeds_whole_head
+        )
+    if role == "stem" and options.sequence_parallel:
+        return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
+    if role == "embedding" and options.vocab_parallel_loss:
+        return RowwiseParallel(input_layouts=Replicate())
+    if role == "head" and options.vocab_parallel_loss:
+        return ColwiseParallel()
+    return None
+
+
+def _check_even(name: str, role: str, module: nn.Module, tp: int) -> None:
+    if role not in ("colwise", "rowwise", "head", "embedding"):
+        return
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        raise ConfigError(
+            f"strategy 'tp' can split nn.Linear and nn.Embedding; the model gives the role '{role}' to '{name}', which "
+            f"is {type(module).__name__}."
+        )
+    dim = 1 if role == "rowwise" else 0
+    sides = {"colwise": "outputs", "rowwise": "inputs", "head": "words", "embedding": "words"}
+    must_divide(f"{sides[role]} of '{name}'", module.weight.shape[dim], tp, "Change the model's size, or tp.")
+
+
+def localize(model: nn.Module) -> dict[str, Slot]:
+    """Replace each DTensor parameter of `model` by its local part; layers wrap it again while they compute.
+
+    Returns:
+        Slots of all parameters, by name; a tied one under its first name.
+    """
+    slots: dict[str, Slot] = {}
+    local: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in local:
+            local[id(parameter)], slots[name] = _local_part(parameter)
+        if isinstance(parameter, DTensor):
+            _set_parameter(model, name, local[id(parameter)])
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            module.__class__ = _wrapping(type(module))
+            layouts = module.__dict__.setdefault("_mtb_layouts", {})
+            layouts[leaf] = (parameter.device_mesh, parameter.placements)
+    return slots
+
+
+def _local_part(parameter: nn.Parameter) -> tuple[nn.Parameter, Slot]:
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return parameter, Slot(shape, (0,) * len(shape), shape, Replicate())
+    (placement,) = parameter.placements
+    part = parameter.to_local().detach()
+    offset = [0] * len(shape)
+    if isinstance(placement, Shard):
+        offset[placement.dim] = parameter.device_mesh.get_local_rank() * part.shape[placement.dim]
+    own = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    return own, Slot(shape, tuple(offset), tuple(part.shape), placement)
+
+
+@functools.cache  # one class for all layers of a kind
+def _wrapping(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `base`, Linear or Embedding, that computes with DTensors made of its local parameters."""
+
+    def linear(self: Any, x: DTensor) -> Any:
+        return F.linear(x, _distributed(self, "weight"), _distributed(self, "bias"))
+
+    def embedding(self: Any, x: DTensor) -> Any:
+        return F.embedding(x, _distributed(self, "weight"), self.padding_idx)
+
+    if getattr(base, "_mtb_wrapping", False):
+        return base
+    forward = linear if issubclass(base, nn.Linear) else embedding
+    names = {"forward": forward, "_mtb_wrapping": True, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), names)
+
+
+def _distributed(module: nn.Module, leaf: str) -> Any:
+    local = getattr(module, leaf)
+    if local is None:
+        return None
+    mesh, placements = module.__dict__["_mtb_layouts"][leaf]
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def to_global(state: State, slots: Mapping[str, Slot]) -> State:
+    """`state` of local parameters in coordinates of the whole model.
+
+    The parameters' own pieces, and those of optimizer state that has their shape, are moved by what tensor
+    parallelism cut off before them; what FSDP cut is in them already.
+    """
+    return State({key: [_move(piece, _slot(key, slots)) for piece in pieces] for key, pieces in state.pieces.items()})
+
+
+def _slot(key: str, slots: Mapping[str, Slot]) -> Slot | None:
+    kind, _, rest = key.partition("/")
+    return slots.get(rest if kind == "model" else rest.rpartition("/")[0])
+
+
+def _move(piece: Piece, slot: Slot | None) -> Piece:
+    if slot is None or not slot.split or piece.shape != slot.local_shape:
+        return piece
+    return Piece(piece.tensor, slot.shape, tuple(a + b for a, b in zip(piece.offset, slot.offset, strict=True)))
+
+
+def _ties(module: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(leaf, parameter)
+
+
+def sequence_parameters(model: nn.Module, roles: Mapping[str, str]) -> list[nn.Parameter]:
+    """Trainable parameters that, under sequence parallelism, saw only this rank's positions: those of the norms."""
+    modules = [model.get_submodule(name) for name, role in roles.items() if role == "norm"]
+    return [p for module in modules for p in module.parameters() if p.requires_grad]
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The part of the gradient that this rank holds."""
+    gradient: Any = parameter.grad
+    local: torch.Tensor | None = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local
