@@ -1,0 +1,143 @@
+"""What every rank does: set up a point, check it, run it, and turn what all ranks saw into a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from mtb_core import RankContext, Worker, dumps, environment, gather_objects, same_on_all
+
+from .check import TOLERANCE, Inputs, compare, failures, loss_of
+from .clock import Clock
+from .distributions import preference
+from .exchange import Exchange
+from .layer import TORCH_DTYPES, MoELayer, Passed
+from .learned import learn
+from .rows import RankRecord, row
+from .seeds import generator
+from .settings import RouteSettings
+
+
+@attrs.frozen
+class Work:
+    """What the ranks are given.
+
+    Attributes:
+        points: measured one after the other.
+        rows: rank 0 adds each finished row to this file as a line of JSON, so that none is lost if a later point
+            fails; None where nobody would read it.
+    """
+
+    points: tuple[RouteSettings, ...]
+    rows: Path | None = None
+
+
+def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
+    """Where it ran and, as ``rows``, one row for each point, in order; called on every rank.
+
+    Where a rank was asked to stop, all stop together, with the rows that are finished.
+    """
+    same_on_all(ctx, "what to measure", work.points)
+    rows: list[dict[str, Any]] = []
+    for number, settings in enumerate(work.points):
+        if ctx.rank == 0:
+            worker.progress({"point": number + 1, "points": len(work.points)})
+        done = _Point(settings, ctx, worker).measure()
+        if done is None:
+            break
+        rows.append(done)
+        if ctx.rank == 0 and work.rows is not None:
+            with work.rows.open("a", encoding="utf-8") as file:
+                file.write(dumps(done) + "\n")
+    return {
+        "world_size": ctx.world_size,
+        "device": ctx.device.partition(":")[0],
+        "backend": ctx.backend,
+        "environment": environment(ctx.device),
+        "rows": rows,
+    }
+
+
+class _Point:
+    """One point on one rank."""
+
+    def __init__(self, settings: RouteSettings, ctx: RankContext, worker: Worker) -> None:
+        self.settings, self.ctx, self.worker = settings, ctx, worker
+        self.clock = Clock(ctx.device)
+        self.exchange = Exchange(self.clock.lap)
+        self.layer = MoELayer(settings, self.exchange, ctx.device)
+        self.learned = learn(settings, ctx) if settings.distribution == "learned" else None
+        if self.learned is not None:
+            self.layer.load_state_dict(self.learned.weights)
+        self.inputs = self._make_inputs()
+
+    def _make_inputs(self) -> Inputs:
+        settings, ctx = self.settings, self.ctx
+        dtype, shape = TORCH_DTYPES[settings.dtype], (settings.tokens_per_rank, settings.hidden_size)
+        random = generator(settings.seed, "tokens", ctx.rank)
+        x = torch.randn(shape, generator=random) if self.learned is None else self.learned.activations
+        wanted = preference(settings, ctx.rank, ctx.world_size)
+        return Inputs(
+            x=x.to(ctx.device, dtype, copy=True).requires_grad_(),
+            preference=None if wanted is None else wanted.to(ctx.device),
+            cotangent=torch.randn(shape, generator=random).to(ctx.device, dtype),
+        )
+
+    def measure(self) -> dict[str, Any] | None:
+        """The row; None where the ranks were asked to stop before it was done."""
+        checked = self._check() if self.settings.check else None
+        for _ in range(self.settings.warmup):
+            if not self._together():
+                return None
+            self._iterate()
+        phases = []
+        for _ in range(self.settings.iters):
+            if not self._together():
+                return None
+            passed = self._iterate()
+            phases.append(self.clock.phases())
+        losses = torch.stack([passed.load_balancing.detach(), passed.z_loss.detach()])
+        dist.all_reduce(losses)
+        record = RankRecord(passed.traffic, tuple(phases), self.exchange.count_bytes)
+        out = row(self.settings, gather_objects(self.ctx, record))
+        out["load_balance_loss"], out["z_loss"] = losses.tolist()
+        out["router_loss_first"] = None if self.learned is None else self.learned.loss_first
+        out["router_loss_last"] = None if self.learned is None else self.learned.loss_last
+        return out | _checked(checked, self.settings)
+
+    def _together(self) -> bool:
+        """Ranks begin an iteration together, so that no phase holds the lag of the one before; False: to stop."""
+        if self.ctx.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        stop = torch.tensor(int(self.worker.stop.requested is not None))
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        return not stop.item()
+
+    def _iterate(self) -> Passed:
+        self.layer.zero_grad(set_to_none=True)
+        self.inputs.x.grad = None
+        self.exchange.count_bytes = 0
+        self.clock.start()
+        passed: Passed = self.layer(
+            self.inputs.x, self.inputs.preference, total=self.settings.tokens_per_rank * self.ctx.world_size
+        )
+        loss_of(passed, self.inputs.cotangent, self.layer).backward()
+        self.clock.lap("backward")
+        return passed
+
+    def _check(self) -> dict[str, float]:
+        passed = self._iterate()
+        return compare(self.ctx, self.layer, self.inputs, passed)
+
+
+def _checked(errors: dict[str, float] | None, settings: RouteSettings) -> dict[str, Any]:
+    if errors is None:
+        return {"check": None, "status": "ok"}
+    failed: Sequence[str] = failures(errors, settings.dtype)
+    check = {"errors": errors, "tolerance": TOLERANCE[settings.dtype], "failed": failed}
+    return {"check": check, "status": "failed" if failed else "ok"}

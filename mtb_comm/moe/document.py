@@ -1,0 +1,119 @@
+"""Launching the ranks, and the JSON document of what they found."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core import RanksOutcome, environment, external_launcher, provenance, run_ranks
+
+from .settings import RouteSettings
+
+
+@attrs.frozen
+class Launch:
+    """Where and on how many ranks to measure; see `mtb_core.run_ranks`."""
+
+    nproc: int
+    device: str
+    backend: str
+    start_method: str
+
+
+def measure(
+    points: tuple[RouteSettings, ...], launch: Launch, *, on_progress: Callable[[dict[str, Any]], None], debug: bool
+) -> Measured:
+    """Measure `points` on ranks that are launched here, or as one rank of torchrun's.
+
+    Raises:
+        ConfigError: nothing was started.
+    """
+    from .benchmark import Work, measure_points  # noqa: PLC0415  (imports torch; help must not)
+
+    with tempfile.TemporaryDirectory(prefix="mtb-moe-") as folder:
+        # Of external ranks none would read it: where one fails, all processes end.
+        kept = None if external_launcher() else Path(folder) / "rows.jsonl"
+        outcome = run_ranks(
+            measure_points,
+            Work(points, kept),
+            nproc=launch.nproc,
+            device=launch.device,
+            backend=launch.backend,
+            start_method=launch.start_method,
+            on_progress=on_progress,
+            debug=debug,
+        )
+        found = outcome.value
+        if found is None:
+            found = {
+                "world_size": launch.nproc,
+                "device": None,
+                "backend": None,
+                "environment": environment(),
+                "rows": _read(kept),
+            }
+    return Measured(found, len(points), outcome)
+
+
+def _read(rows: Path | None) -> list[dict[str, Any]]:
+    if rows is None or not rows.exists():
+        return []
+    return [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+
+
+@attrs.frozen
+class Measured:
+    """What the ranks found, of how many points, and how it ended."""
+
+    found: dict[str, Any]
+    points: int
+    outcome: RanksOutcome
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of the finished points."""
+        rows: list[dict[str, Any]] = self.found["rows"]
+        return rows
+
+    @property
+    def exit_code(self) -> int:
+        """What ``mtb`` ends with: 0; 1 where a check failed; 3, 4 and 130 where the ranks did not come to their end."""
+        early = {"failed": 3, "stopped": 4, "interrupted": 130}.get(self.outcome.exit_reason)
+        if early is not None and external_launcher() and self.outcome.exit_reason != "failed":
+            return 0  # torchrun takes any other code for a failure
+        return early or int(any(row["status"] == "failed" for row in self.rows))
+
+
+def document(measured: Measured, *, sweep: bool) -> dict[str, Any]:
+    """The JSON document: of `route` the row's keys beside the common ones, of `sweep` the rows as ``results``."""
+    found, outcome = measured.found, measured.outcome
+    complete = len(measured.rows) == measured.points
+    reasons = [] if complete else [f"it ended early: {outcome.exit_reason}"]
+    reasons += [
+        f"the check failed: {', '.join(r['check']['failed'])}" for r in measured.rows if r["status"] == "failed"
+    ]
+    common = {
+        "schema_version": 1,
+        "benchmark": "moe_routing",
+        "exit_reason": outcome.exit_reason,
+        "world_size": found["world_size"],
+        "backend": found["backend"],
+        "device": found["device"],
+    }
+    rows: dict[str, Any] = {"results": measured.rows} if sweep else measured.rows[0] if measured.rows else {}
+    return {
+        **common,
+        **rows,
+        "failure": None if outcome.failure is None else str(outcome.failure),
+        "execution_complete": complete,
+        "performance_valid": not reasons,
+        "performance_invalid_reasons": reasons,
+        "environment": found["environment"],
+        "provenance": provenance(sys.argv),
+    }

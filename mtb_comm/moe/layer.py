@@ -1,0 +1,191 @@
+"""The layer: gate, permute, exchange counts, dispatch, experts, combine, unpermute. `naive` is its readable twin."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from .admission import Admission, admit, choose_tokens
+from .exchange import Exchange
+from .experts import Experts
+from .gating import load_balancing_share, probabilities, slot_weights, z_loss_share
+from .permutation import Slots, by_own_expert, permute, sort_by_expert, unpermute
+from .placement import capacity_per_expert, experts_per_rank
+from .seeds import generator
+from .settings import RouteSettings
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@attrs.frozen
+class Traffic:
+    """What one pass moved, as this rank sees it.
+
+    Attributes:
+        requested: [E], first requests of all ranks' slots before any capacity.
+        per_expert: [E], slots of this rank that each expert takes.
+        send: rows to each rank.
+        receive: rows from each rank.
+        tokens: of this rank.
+        overflowed_slots: slots of this rank whose first expert was full.
+        dropped_slots: those that got no place at all.
+        dropped_tokens: tokens of this rank that no expert takes.
+        capacity: slots of an expert over all ranks; None: as many as come.
+    """
+
+    requested: list[int]
+    per_expert: list[int]
+    send: list[int]
+    receive: list[int]
+    tokens: int
+    overflowed_slots: int
+    dropped_slots: int
+    dropped_tokens: int
+    capacity: int | None
+
+
+@attrs.frozen
+class Passed:
+    """The outcome of a pass: `output` [T, d], this rank's shares of the two losses, and what was moved."""
+
+    output: Tensor
+    load_balancing: Tensor
+    z_loss: Tensor
+    traffic: Traffic
+
+
+@attrs.frozen
+class _Routed:
+    """Slots of this rank by token, before they are sorted; `through` [T] is what of each token passes unchanged."""
+
+    token: Tensor
+    expert: Tensor
+    weight: Tensor
+    requested: Tensor
+    load_balancing: Tensor
+    capacity: int | None
+    through: Tensor | None = None
+    overflowed: int = 0
+    dropped: int = 0
+
+
+class MoELayer(nn.Module):
+    """A mixture of experts that are spread over all ranks; the router is the same on each.
+
+    Forward and backward are called by all ranks alike. Gradients of experts are whole where they are owned. Those of
+    the router are this rank's share: their sum over ranks is the gradient.
+    """
+
+    def __init__(self, settings: RouteSettings, exchange: Exchange, device: str) -> None:
+        super().__init__()
+        self.settings = settings
+        self.exchange = exchange
+        dtype = TORCH_DTYPES[settings.dtype]
+        # The router computes in fp32 at least, as ST-MoE and Switch found needed: it decides, rather than blends.
+        wide = torch.promote_types(dtype, torch.float32)
+        hidden = settings.hidden_size
+        weight = torch.randn(hidden, settings.num_experts, generator=generator(settings.seed, "router"))
+        self.router = nn.Parameter(weight.mul_(hidden**-0.5).to(wide))
+        self.per_rank = experts_per_rank(settings.num_experts, exchange.ranks)
+        self.experts = Experts(
+            sum(self.per_rank[: exchange.rank]),
+            self.per_rank[exchange.rank],
+            seed=settings.seed,
+            hidden=hidden,
+            ffn=settings.ffn_size,
+            dtype=dtype,
+        )
+        self.to(device)
+
+    def forward(self, x: Tensor, preference: Tensor | None = None, *, total: int) -> Passed:
+        """Tokens [T, d] through their experts.
+
+        Args:
+            x: T may differ from rank to rank, and be 0.
+            preference: [T, E]: order in which tokens want experts, in place of the logits, and added to these, as if
+                the router had learned it.
+            total: tokens of all ranks.
+        """
+        exchange, lap = self.exchange, self.exchange.lap
+        if torch.is_grad_enabled() and not x.requires_grad:
+            # Every rank must come through the collectives of the backward pass, one without experts too.
+            x = x.detach().requires_grad_()
+        logits = x.to(self.router.dtype) @ self.router
+        if preference is not None:
+            logits = logits + preference
+        routed = self._route(logits, logits if preference is None else preference, total)
+        z_loss = z_loss_share(logits, total)
+        lap("gate")
+
+        slots = sort_by_expert(routed.token, routed.expert, routed.weight, self.settings.num_experts)
+        rows = permute(x, slots)
+        lap("permute")
+        received = exchange.swap_counts(slots.per_expert, self.per_rank)
+        send = [int(part.sum()) for part in slots.per_expert.split(self.per_rank)]
+        receive: list[int] = received.sum(dim=1).tolist()
+        lap("count_exchange")
+
+        rows = exchange.rows(rows, send, receive, "dispatch")
+        order, back = by_own_expert(received)
+        rows = rows.index_select(0, order)
+        lap("permute")
+        rows = self.experts(rows, received.sum(dim=0).tolist())
+        lap("expert")
+        rows = rows.index_select(0, back)
+        lap("unpermute")
+        rows = exchange.rows(rows, receive, send, "combine")
+
+        output = unpermute(rows, slots, x.shape[0])
+        if routed.through is not None:
+            output = output + routed.through[:, None] * x
+        output = output.to(x.dtype)
+        lap("unpermute")
+        return Passed(output, routed.load_balancing, z_loss, _traffic(routed, slots, send, receive, x.shape[0]))
+
+    def _route(self, logits: Tensor, preference: Tensor, total: int) -> _Routed:
+        settings = self.settings
+        capacity = None
+        if settings.capacity_factor is not None:
+            capacity = capacity_per_expert(settings.capacity_factor, settings.top_k, total, settings.num_experts)
+        gates = probabilities(logits, settings.gate)
+        if settings.routing == "token":
+            admission = admit(preference.detach(), settings.top_k, capacity, settings.overflow, self.exchange)
+            return self._token_choice(gates, admission, capacity, total)
+        assert capacity is not None
+        return self._expert_choice(gates, min(capacity, total))
+
+    def _token_choice(self, gates: Tensor, admission: Admission, capacity: int | None, total: int) -> _Routed:
+        weights = slot_weights(gates, admission.experts)
+        placed = admission.placed
+        return _Routed(
+            token=placed.nonzero()[:, 0],
+            expert=admission.experts[placed],
+            weight=weights[placed],
+            requested=admission.requested,
+            load_balancing=load_balancing_share(gates, admission.requested, total, self.settings.top_k),
+            capacity=capacity,
+            through=(weights * ~placed).sum(dim=1) if self.settings.overflow == "residual" else None,
+            overflowed=int(admission.overflowed.sum()),
+            dropped=int((~placed).sum()),
+        )
+
+    def _expert_choice(self, gates: Tensor, capacity: int) -> _Routed:
+        """Every expert has the same number of tokens, so there is no load to balance and nothing overflows."""
+        token, expert = choose_tokens(gates, capacity, self.exchange)
+        requested = torch.full((self.settings.num_experts,), capacity, device=gates.device)
+        return _Routed(token, expert, gates[token, expert], requested, gates.new_zeros(()), capacity)
+
+
+def _traffic(routed: _Routed, slots: Slots, send: list[int], receive: list[int], tokens: int) -> Traffic:
+    return Traffic(
+        requested=routed.requested.tolist(),
+        per_expert=slots.per_expert.tolist(),
+        send=send,
+        receive=receive,
+        tokens=tokens,
+        overflowed_slots=routed.overflowed,
+        dropped_slots=routed.dropped,
+        dropped_tokens=tokens - int(slots.token.unique().shape[0]),
+        capacity=routed.capacity,
+    )
