@@ -70,9 +70,9 @@ def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
     journal.write(head)
     rows: list[dict[str, Any]] = []
     stopped = None
+    progress = worker.progress if ctx.rank == 0 else _say_nothing
     with _groups(request, ctx) as group:
         for index, point in enumerate(points):
-            worker.progress({"event": "point", "index": index, "count": len(points), "point": str(point)})
             try:
                 row = _row(point, group, work, ctx, worker)
             except Stopped as stop:
@@ -80,8 +80,12 @@ def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
                 break
             rows.append(row)
             journal.write(row)
-            worker.progress({"event": "row", "index": index, "count": len(points), "text": _said(point, row)})
+            progress({"event": "row", "index": index, "count": len(points), "text": _said(point, row)})
     return {"head": head, "rows": rows, "stopped": stopped}
+
+
+def _say_nothing(_fields: dict[str, Any]) -> None:
+    """Of all ranks only the first reports."""
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:

@@ -168,7 +168,7 @@ def _all_gather(point: Point, group: Group) -> Prepared:
     whole, handle = _new(point.elements, point, group), group.handle
     part = _own_part(whole, group) if point.in_place else _new(point.elements // group.ranks, point, group)
     return Prepared(
-        lambda: dist.all_gather_into_tensor(whole, part, handle),
+        lambda: dist.all_gather_single(whole, part, handle),
         part,
         whole,
         _filler(moved(group.index, point.dtype)),
@@ -180,7 +180,7 @@ def _reduce_scatter(point: Point, group: Group) -> Prepared:
     whole, op, handle = _new(point.elements, point, group), _reduce_op(point), group.handle
     part = _own_part(whole, group) if point.in_place else _new(point.elements // group.ranks, point, group)
     return Prepared(
-        lambda: dist.reduce_scatter_tensor(part, whole, op, handle),
+        lambda: dist.reduce_scatter_single(part, whole, op, handle),
         whole,
         part,
         _filler(_contribution(point, group)),

@@ -1,0 +1,288 @@
+"""``mtb comm``: from the command line to the benchmark and back. Imports no torch until it measures."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from mtb_core import ConfigError
+
+from .definitions import DTYPE_BYTES, REDUCTIONS
+from .points import CommRequest, dtype_names, operation_names, reduction_names, split_names
+from .sizes import parse_size, parse_splits, swept_sizes
+
+_EXITS = {"done": 0, "stopped": 4, "interrupted": 130, "failed": 3}
+_SOURCES = ("nccl-tests",)
+
+
+@click.command("comm")
+@click.argument("operations", nargs=-1, metavar="[OPERATION]...")
+@click.option(
+    "--op",
+    "--operation",
+    "named",
+    multiple=True,
+    metavar="NAME",
+    help="The same as an argument; repeatable, a list with commas, or all.",
+)
+@click.option(
+    "-b",
+    "--minbytes",
+    default="1K",
+    show_default=True,
+    metavar="SIZE",
+    help="Smallest size S: 8, 4K, 64M, 1G (powers of 1024).",
+)
+@click.option("-e", "--maxbytes", default="4M", show_default=True, metavar="SIZE", help="Largest size.")
+@click.option("-f", "--stepfactor", default=4.0, show_default=True, metavar="X", help="From one size to the next.")
+@click.option("--sizes", multiple=True, metavar="LIST", help="These sizes instead: 1K,1M; repeatable.")
+@click.option("-n", "--iters", default=20, show_default=True, metavar="N", help="Timed calls of each point.")
+@click.option(
+    "-w", "--warmup", default=5, show_default=True, metavar="N", help="Calls before them that are not counted."
+)
+@click.option(
+    "--time", "seconds", type=float, metavar="SECONDS", help="Time each point for about so long, instead of --iters."
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    default=("fp32",),
+    show_default=True,
+    metavar="NAME",
+    help=f"{', '.join(DTYPE_BYTES)}, all; repeatable, or a list.",
+)
+@click.option(
+    "--reduction",
+    "reductions",
+    multiple=True,
+    default=("sum",),
+    show_default=True,
+    metavar="NAME",
+    help=f"{', '.join(REDUCTIONS)}, all; repeatable, or a list.",
+)
+@click.option("--in-place", is_flag=True, help="Results in the buffer of the inputs.")
+@click.option(
+    "--out-of-place",
+    is_flag=True,
+    help="Results in a buffer of their own. With neither, what is usual in torch; with both, both.",
+)
+@click.option(
+    "--split",
+    "kinds",
+    multiple=True,
+    default=("equal",),
+    show_default=True,
+    metavar="KIND",
+    help="How all_to_all spreads S: equal, uneven (drawn by --seed), all.",
+)
+@click.option(
+    "--splits",
+    metavar="LIST",
+    help="An uneven all_to_all by hand: bytes to each rank, 1K,3K; rows of ranks that differ after semicolons.",
+)
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Of drawn splits.")
+@click.option(
+    "--nproc", default=2, show_default=True, metavar="N", help="Ranks to start; under torchrun it is not looked at."
+)
+@click.option("--group-size", type=int, metavar="N", help="Ranks in each of several groups that all run at once.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="Where the data is."
+)
+@click.option(
+    "--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True, help="What moves it."
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    metavar="SECONDS",
+    help="Give a collective up after so long; torch's default otherwise.",
+)
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Compare every element of every result with what it must be.",
+)
+@click.option("--calibration", metavar="FILE", help="Write the fitted latency and bandwidth for other programs.")
+@click.option("--plot", metavar="FILE", help="Draw time and busbw over size: .png or .svg.")
+@click.option("--result", metavar="FILE", help="Show this earlier document instead of measuring.")
+@click.option("--compare", metavar="FILE", help="Set this other document beside it.")
+@click.option("--against", nargs=2, metavar="nccl-tests LOG", help="Set a log of nccl-tests beside it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.option("--output", metavar="FILE", help="Write the same document to a file.")
+@click.option("--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.pass_context
+def comm(ctx: click.Context, /, **given: Any) -> int:
+    """Measure collectives: time, algbw and busbw as nccl-tests defines them.
+
+    OPERATION is one of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter,
+    send_recv (a ring) and barrier; without any, all are measured. Exit codes: 0 done, 1 wrong elements, 2 wrong
+    usage, 3 a rank failed, 130 Ctrl-C; rows that were finished are kept in each case.
+    """
+    from .document import read_document  # noqa: PLC0415
+
+    _check_outputs(given)
+    other = None if given["compare"] is None else read_document(given["compare"])
+    log = _log(given["against"])
+    document = _document(ctx, given)
+    if document is None:
+        return 0
+    _write(document, given)
+    _show(document, given, other, log)
+    return _exit_code(document)
+
+
+def request_of(given: dict[str, Any], *, sizes_given: bool, ranks: int) -> CommRequest:
+    """The request that the options stand for; `sizes_given`: some option named a size.
+
+    Raises:
+        ConfigError: a value that cannot be; the message says what is valid.
+    """
+    for name, least in (("iters", 1), ("warmup", 0), ("nproc", 1)):
+        if given[name] < least:
+            raise ConfigError(f"--{name} is {given[name]}; it must be at least {least}.")
+    if given["seconds"] is not None and not 0 < given["seconds"] < float("inf"):
+        raise ConfigError(f"--time is {given['seconds']:g}; it must be more than 0 seconds.")
+    sizes = _sizes(given)
+    splits, kinds = None, split_names(given["kinds"])
+    if given["splits"] is not None:
+        splits = parse_splits(given["splits"], given["group_size"] or ranks, sizes if sizes_given else ())
+        sizes, kinds = (sum(splits[0]),), ("uneven",)
+    return CommRequest(
+        operations=operation_names((*given["operations"], *given["named"]) or ("all",)),
+        sizes=tuple(sizes),
+        dtypes=dtype_names(given["dtypes"]),
+        reductions=reduction_names(given["reductions"]),
+        placements=(*((False,) if given["out_of_place"] else ()), *((True,) if given["in_place"] else ())),
+        split_kinds=kinds,
+        splits=splits,
+        iterations=given["iters"],
+        warmup=given["warmup"],
+        seconds=given["seconds"],
+        group_size=given["group_size"],
+        check=given["check"],
+        seed=given["seed"],
+    )
+
+
+def _sizes(given: dict[str, Any]) -> tuple[int, ...]:
+    if given["sizes"]:
+        words = [word for entry in given["sizes"] for word in entry.split(",")]
+        return tuple(dict.fromkeys(parse_size(word, "An entry of --sizes") for word in words))
+    first, last = parse_size(given["minbytes"], "-b"), parse_size(given["maxbytes"], "-e")
+    return tuple(swept_sizes(first, last, given["stepfactor"]))
+
+
+def _named(ctx: click.Context, *names: str) -> bool:
+    return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
+
+
+def _document(ctx: click.Context, given: dict[str, Any]) -> dict[str, Any] | None:
+    from .document import read_document  # noqa: PLC0415
+
+    if given["result"] is not None:
+        return read_document(given["result"])
+    ranks = int(os.environ.get("WORLD_SIZE", given["nproc"]))
+    if _named(ctx, "minbytes") and not _named(ctx, "maxbytes"):
+        given["maxbytes"] = max(given["minbytes"], given["maxbytes"], key=lambda text: parse_size(text, "-b"))
+    if _named(ctx, "maxbytes") and not _named(ctx, "minbytes"):
+        given["minbytes"] = min(given["minbytes"], given["maxbytes"], key=lambda text: parse_size(text, "-e"))
+    request = request_of(given, sizes_given=_named(ctx, "minbytes", "maxbytes", "sizes"), ranks=ranks)
+    from .running import measure_all  # noqa: PLC0415  (imports torch)
+
+    return measure_all(
+        request,
+        nproc=given["nproc"],
+        device=given["device"],
+        backend=given["backend"],
+        timeout_s=given["timeout_s"],
+        quiet=given["quiet"],
+        debug=given["debug"],
+        argv=tuple(sys.argv),
+        keep=lambda document: _write(document, given),
+    )
+
+
+def _check_outputs(given: dict[str, Any]) -> None:
+    """Refuse what could not be written after the measurement, before it."""
+    from .plot import check_plot  # noqa: PLC0415
+
+    if given["plot"] is not None:
+        check_plot(given["plot"])
+    for name in ("output", "calibration", "plot"):
+        path = given[name]
+        if path is not None and (Path(path).is_dir() or not _may_be_made(Path(path).parent)):
+            raise ConfigError(
+                f"--{name} is {path!r}, which cannot be written; give a file in a folder that may be written to."
+            )
+
+
+def _may_be_made(folder: Path) -> bool:
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
+
+
+def _log(against: tuple[str, str] | None) -> Any:
+    if against is None:
+        return None
+    from .nccl_log import read_log  # noqa: PLC0415
+
+    kind, path = against
+    if kind not in _SOURCES:
+        raise ConfigError(f"--against is {kind!r}; valid: {', '.join(_SOURCES)}, followed by the file of its output.")
+    return read_log(path)
+
+
+def _write(document: dict[str, Any], given: dict[str, Any]) -> None:
+    """The files that were asked for."""
+    from mtb_core import write_json  # noqa: PLC0415
+
+    from .fit import calibration  # noqa: PLC0415
+    from .plot import draw  # noqa: PLC0415
+
+    if given["output"] is not None:
+        write_json(given["output"], document)
+    if given["calibration"] is not None:
+        write_json(given["calibration"], calibration(document))
+    if given["plot"] is not None:
+        Path(given["plot"]).parent.mkdir(parents=True, exist_ok=True)
+        draw(document, given["plot"])
+
+
+def _show(document: dict[str, Any], given: dict[str, Any], other: dict[str, Any] | None, log: Any) -> None:
+    """The result on stdout; what went wrong on stderr."""
+    from mtb_core import dumps  # noqa: PLC0415
+
+    from .compare import pair_documents, pair_log  # noqa: PLC0415
+    from .tables import print_document, print_pairs  # noqa: PLC0415
+
+    if given["as_json"]:
+        click.echo(dumps(document, indent=2))
+    else:
+        print_document(document)
+        if other is not None:
+            print_pairs(pair_documents(document, other), Path(given["compare"]).name)
+        if log is not None:
+            print_pairs(pair_log(document, log), "nccl-tests")
+    if document["failure"] is not None:
+        sys.stdout.flush()
+        click.echo(f"mtb: error: {document['failure']['text']}", err=True)
+
+
+def _exit_code(document: dict[str, Any]) -> int:
+    from mtb_core import external_launcher  # noqa: PLC0415
+
+    reason = document["exit_reason"]
+    if reason in ("stopped", "interrupted") and external_launcher() is not None:
+        return 0  # torchrun takes any other code for a failure
+    if reason == "done" and any(row["status"] == "failed" for row in document["results"]):
+        return 1
+    return _EXITS[reason]

@@ -1,0 +1,90 @@
+"""Pairs rows of two measurements, for a table side by side. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from .definitions import OPERATIONS
+from .nccl_log import LogRow
+
+_KEY = ("operation", "dtype", "reduction", "in_place", "split", "world_size", "size_bytes")
+
+
+@attrs.frozen
+class Pair:
+    """The same point in both; a side is None where it lacks it. Mappings with row's keys that the table needs."""
+
+    ours: Mapping[str, Any] | None
+    theirs: Mapping[str, Any] | None
+
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        """Whichever side there is, for what they share."""
+        side = self.ours if self.ours is not None else self.theirs
+        assert side is not None
+        return side
+
+    @property
+    def ratio(self) -> float | None:
+        """Our time by theirs."""
+        if self.ours is None or self.theirs is None or not self.theirs["mean_ms"]:
+            return None
+        return float(self.ours["mean_ms"] / self.theirs["mean_ms"])
+
+
+def pair_documents(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Pair]:
+    """Measured rows of two communication documents, equal in everything but the measurement."""
+    return _pair(_plain(ours["results"]), _plain(theirs["results"]), _KEY)
+
+
+def pair_log(ours: Mapping[str, Any], log: Sequence[LogRow]) -> list[Pair]:
+    """Measured rows of a document and those of an nccl-tests log.
+
+    Where torch has only one placement for the operation, the log's other half is left out. A log that does not name
+    its program is taken for the only operation that was measured. The number of ranks may differ: busbw is made for
+    that, and both are shown.
+    """
+    rows = _plain(ours["results"])
+    operations = {row["operation"] for row in rows if row["size_bytes"]}
+    only = next(iter(operations)) if len(operations) == 1 else None
+    theirs = [_of_log(entry, only) for entry in log]
+    return _pair([r for r in rows if r["split"] != "uneven"], [t for t in theirs if t is not None], _LOG_KEY)
+
+
+_LOG_KEY = ("operation", "dtype", "reduction", "in_place", "size_bytes")
+
+
+def _of_log(entry: LogRow, only: str | None) -> dict[str, Any] | None:
+    operation = entry.operation or only
+    known = OPERATIONS.get(operation or "")
+    if known is not None and entry.in_place not in known.placements:
+        return None
+    return {
+        "operation": operation,
+        "dtype": entry.dtype,
+        "reduction": entry.reduction if known is None or known.reduces else None,
+        "in_place": entry.in_place,
+        "split": None,
+        "world_size": entry.world_size,
+        "size_bytes": entry.size_bytes,
+        "mean_ms": entry.time_ms,
+        "busbw": entry.busbw_gb_per_sec,
+    }
+
+
+def _plain(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**{name: row[name] for name in _KEY}, "mean_ms": row["time_ms"]["mean"], "busbw": row["busbw_gb_per_sec"]}
+        for row in rows
+        if row["time_ms"] is not None
+    ]
+
+
+def _pair(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], key: Sequence[str]) -> list[Pair]:
+    """Ours in their order, each with its counterpart, then what only the others have."""
+    left = {tuple(row[name] for name in key): row for row in theirs}
+    pairs = [Pair(row, left.pop(tuple(row[name] for name in key), None)) for row in ours]
+    return pairs + [Pair(None, row) for row in left.values()]
