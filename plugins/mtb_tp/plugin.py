@@ -84,7 +84,9 @@ def plan(options: TPOptions, config: TrainConfig, world: World) -> Plan:
         must_divide("positions (--seq-length)", config.seq_length, tp, "Change --seq-length, or leave out sequence_parallel.")
     if options.vocab_parallel_loss and config.vocab_size is not None:
         check_vocabulary(config.vocab_size, tp)
-    return Plan(Layout((("dp", dp), ("tp", tp))))
+    return Plan(
+        Layout((("dp", dp), ("tp", tp))), sharded=options.data_parallel == "fsdp", custom_models=False, resharding=True
+    )
 
 
 def check_vocabulary(size: int, tp: int) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
@@ -27,11 +27,12 @@ class _Engine:
     """What the strategy keeps.
 
     Attributes:
+        replicas: ranks over which DDP averages.
         copies: how many ranks hold the same elements of a split parameter, and of one that is not split.
         partial: parameters whose gradients are still to be summed over tensor-parallel ranks.
     """
 
-    dp: int
+    replicas: int
     tp_group: dist.ProcessGroup
     slots: Mapping[str, Slot]
     split: frozenset[int]
@@ -64,7 +65,7 @@ class TPStrategy(Strategy):
         split = frozenset(id(p) for name, p in core.named_parameters() if slots[name].split)
         dp, tp = dp_mesh.size(), tp_mesh.size()
         engine = _Engine(
-            dp=dp,
+            replicas=dp if options.data_parallel == "ddp" else 1,
             tp_group=group,
             slots=slots,
             split=split,
@@ -73,15 +74,15 @@ class TPStrategy(Strategy):
             masks=masks if masks is not None and masks.active and tp > 1 else None,
         )
         parameters = sum(math.prod(slot.shape) for slot in slots.values())
-        return Prepared(module, core, job.make_optimizer(core), engine, parameters)
+        return Prepared(module, core, _optimizer(job, core), engine, parameters)
 
     def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
         """Data-parallel synchronisation as asked; at the end of a step, what sequence parallelism left to be summed."""
         return _micro_batch(prepared, micro)
 
     def backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
-        """DDP and FSDP average over data-parallel ranks; the contract is their sum."""
-        (loss * prepared.engine.dp).backward()
+        """DDP averages over data-parallel ranks; the contract is their sum, which FSDP takes."""
+        (loss * prepared.engine.replicas).backward()
 
     def gradients(self, prepared: Prepared) -> Sequence[Shards]:
         """Gradients of split parameters, and of those that all tensor-parallel ranks hold."""
@@ -95,6 +96,7 @@ class TPStrategy(Strategy):
 
     def state(self, prepared: Prepared) -> State:
         """In coordinates of the whole model, whatever the degrees. Buffers are those of rank 0, as with DDP."""
+        _reshard(prepared.core)
         for buffer in prepared.core.buffers():
             dist.broadcast(buffer, src=0)
         return to_global(super().state(prepared), prepared.engine.slots)
@@ -107,7 +109,11 @@ def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if job.options.data_parallel == "fsdp":
         for name in job.model.blocks:
             fully_shard(core.get_submodule(name), mesh=mesh)
-        return fully_shard(core, mesh=mesh)
+        fully_shard(core, mesh=mesh, reshard_after_forward=False)
+        for part in _fsdp_modules(core):
+            part.set_force_sum_reduction_for_comms(True)  # also what gloo can do
+            part.set_gradient_divide_factor(1.0)
+        return core
     device = torch.device(job.ctx.device)
     module = DistributedDataParallel(
         core,
@@ -117,6 +123,24 @@ def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:
     )
     _use_final_buckets(module)
     return module
+
+
+def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _reshard(module: nn.Module) -> None:
+    """Bring back FSDP's shards, which a forward without backward leaves gathered."""
+    for part in _fsdp_modules(module):
+        part.reshard()
+
+
+def _optimizer(job: Job, core: nn.Module) -> torch.optim.Optimizer:
+    """The run's optimizer; torch's fused SGD knows no DTensor, which is what FSDP makes of parameters."""
+    if not _fsdp_modules(core) or job.optimizer.factory is not torch.optim.SGD:
+        return job.make_optimizer(core)
+    defaults = {k: v for k, v in job.optimizer.defaults.items() if k != "fused"}
+    return torch.optim.SGD(job.optimizer_groups(core), **defaults, foreach=True)
 
 
 def _use_final_buckets(module: DistributedDataParallel) -> None:
