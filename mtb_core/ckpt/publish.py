@@ -27,7 +27,7 @@ FaultPoint = Callable[[str], None]
 
 #: The named instants of a save, in order; on ranks, then on rank 0. For fault drills: a fault point is called with
 #: each of them, and everything before it has been done.
-RANK_POINTS = ("staged", "tensors-written", "tensors-synced", "rank-synced", "agreed")
+RANK_POINTS = ("staged", "writing", "tensors-written", "tensors-synced", "rank-synced", "agreed")
 PUBLISH_POINTS = (
     "manifest-synced",
     "ready-written",

@@ -169,6 +169,7 @@ class Saver:
         assert self._prepared is not None
         root, rank, point = snapshot.workspace.path, self._ctx.rank, self._fault_point
         listed = {}
+        point("writing")
 
         def write(name: str, data: bytes | memoryview, before_sync: Callable[[], None] = lambda: None) -> None:
             listed[name] = FileEntry(*files.write_durably(root / name, [data], before_sync))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 if TYPE_CHECKING:
-    from .stage import Stage
+    from .stage import RankTrace, Stage
 
 #: Settings of every episode, as far as it does not say otherwise. Sizes are such that 2, 3 and 4 ranks divide the
 #: batch but not every dimension, and heads divide by 2 and 4.
@@ -39,6 +40,10 @@ class Probe:
     def observer(self, stage: Stage) -> object:
         """The object whose run hooks are called on this rank."""
         raise NotImplementedError
+
+    def around(self, trace: RankTrace) -> AbstractContextManager[None]:  # noqa: ARG002  (most probes need none)
+        """Entered on this rank before it joins the others, left when the process group is gone."""
+        return nullcontext()
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import pickle
 import sys
@@ -60,10 +61,11 @@ def rank_of_episode(work: RankWork, worker: Worker) -> None:
         work.planned,
     )
     try:
-        if debugged and work.debug is not None:
-            with work.debug.post_mortem():
-                here.trace.result = rank_main(payload, worker)
-        else:
+        with contextlib.ExitStack() as stack:
+            for probe in work.probes:
+                stack.enter_context(probe.around(here.trace))
+            if debugged and work.debug is not None:
+                stack.enter_context(work.debug.post_mortem())
             here.trace.result = rank_main(payload, worker)
     finally:
         trace_path(work.folder, worker.rank).write_bytes(pickle.dumps(here.trace))
