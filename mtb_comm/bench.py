@@ -137,6 +137,17 @@ def _row(point: Point, group: Group, work: Work, ctx: RankContext, worker: Worke
     if reason is not None:
         return skipped_row(point, f"{ctx.backend} refused it: {reason}")
     clear(prepared)
+    seconds = timed(prepared, request, ctx, worker)
+    total = sum(count for count, _, _ in results) if request.check else None
+    return row_of(point, Measured(seconds, total, group.backend))
+
+
+def timed(prepared: Prepared, request: CommRequest, ctx: RankContext, worker: Worker) -> list[float]:
+    """Warm up, then time; seconds of each iteration, the same on all ranks. Called by all ranks.
+
+    Raises:
+        Stopped: on all ranks, between two loops, where one of them was asked to stop.
+    """
     estimate = _warm_up(prepared, request, ctx)
     seconds: list[float] = []
     while count := next_loop(seconds, request.iterations, request.seconds, estimate):
@@ -145,8 +156,7 @@ def _row(point: Point, group: Group, work: Work, ctx: RankContext, worker: Worke
         _together(ctx)
         ends = timed_loop(prepared.call, count, ctx.device)
         seconds += iteration_times(gather_objects(ctx, ends))
-    total = sum(count for count, _, _ in results) if request.check else None
-    return row_of(point, Measured(seconds, total, group.backend))
+    return seconds
 
 
 def _checked(prepared: Prepared, point: Point, group: Group, work: Work) -> tuple[int, str | None]:
