@@ -65,17 +65,22 @@ def given_settings(ctx: click.Context) -> dict[str, Any]:
     for name in settings():
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             value = ctx.params[name]
-            given[name] = _table(name, value, ctx) if value_type(name) is dict else value
+            given[name] = key_values(value, option_name(name)) if value_type(name) is dict else value
     return given
 
 
-def _table(name: str, entries: Iterable[str], ctx: click.Context) -> dict[str, str]:
+def key_values(entries: Iterable[str], label: str) -> dict[str, str]:
+    """The table that a repeatable option `label` with values ``KEY=VALUE`` makes.
+
+    Raises:
+        click.UsageError: an entry without ``=``.
+    """
     table = {}
     for entry in entries:
         key, equals, value = entry.partition("=")
         if not equals or not key:
-            msg = f"{option_name(name)} is {entry!r}; it must be KEY=VALUE, one option each time."
-            raise click.UsageError(msg, ctx)
+            msg = f"{label} is {entry!r}; it must be KEY=VALUE, one option each time."
+            raise click.UsageError(msg, click.get_current_context(silent=True))
         table[key] = value
     return table
 

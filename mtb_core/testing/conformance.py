@@ -16,7 +16,9 @@ from .lab import Lab
 
 
 class StrategyConformance:
-    """Every check of the kit, as one test each. Subclass it, name the strategy, declare what it can do::
+    """Every check of the kit, as one test each: subclass it, name the strategy, declare what it can do.
+
+    ::
 
         class TestMine(StrategyConformance):
             strategy = "mine"

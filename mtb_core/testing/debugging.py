@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pdb
+import pdb  # noqa: T100  (a debugger is what is asked for)
 import sys
 from collections.abc import Generator, Iterator
 from typing import Any

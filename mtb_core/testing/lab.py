@@ -96,9 +96,29 @@ class Run:
         if self.failure is None:
             agreed = (self.first.result or {}).get("failure") if self.traces else None
             return self.exit_reason if agreed is None else f"{self.exit_reason}: {agreed['text']}"
-        rank = self.failure.rank or 0
-        lines = "\n".join(self.log.get(rank, [])[-15:])
-        return f"failed: {self.failure}" + (f"\nrank {rank} had written:\n{lines}" if lines else "")
+        told = [_told(rank, lines) for rank, lines in sorted(self.log.items()) if lines and self._matters(rank, lines)]
+        return "\n".join([f"failed: {self.failure}", *told])
+
+    def _matters(self, rank: int, lines: list[str]) -> bool:
+        assert self.failure is not None
+        return rank == (self.failure.rank or 0) or _overdue(lines) is not None
+
+
+def _overdue(lines: list[str]) -> int | None:
+    """Where the stacks of a rank that took too long begin."""
+    return next((i for i, line in enumerate(lines) if line.startswith("Timeout (")), None)
+
+
+def _told(rank: int, lines: list[str]) -> str:
+    """What a rank has written: the innermost frames of its stacks if it took too long, else the end."""
+    start = _overdue(lines)
+    if start is None:
+        shown = lines[-15:]
+    else:
+        stacks = [line for line in lines[start:] if not line.strip().startswith("...")]
+        main = max((i for i, line in enumerate(stacks) if "most recent call first" in line), default=0)
+        shown = [f"rank {rank} took too long; it was at (innermost first):", *stacks[main : main + 25]]
+    return "\n".join([f"rank {rank} had written:", *shown])
 
 
 class Lab:

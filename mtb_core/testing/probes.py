@@ -72,3 +72,29 @@ class _RaiseInSyncContext:
             with contextlib.suppress(_OnPurpose), self._stage.strategy.micro_batch(prepared, unsynchronised):
                 raise _OnPurpose
         return (yield)
+
+
+@attrs.frozen
+class Modes(Probe):
+    """Notes the ``training`` flags of all modules at each forward, under ``modes``: in training, in evaluation."""
+
+    def observer(self, stage: Stage) -> object:
+        """See the class."""
+        return _Modes(stage)
+
+
+class _Modes:
+    def __init__(self, stage: Stage) -> None:
+        self._seen: dict[str, set[bool]] = stage.trace.notes.setdefault(
+            "modes", {"training": set(), "evaluation": set()}
+        )
+
+    @hookimpl(wrapper=True)
+    def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
+        prepared = yield
+        for module in prepared.core.modules():
+            module.register_forward_pre_hook(self._note)
+        return prepared
+
+    def _note(self, module: torch.nn.Module, _arguments: tuple[Any, ...]) -> None:
+        self._seen["training" if torch.is_grad_enabled() else "evaluation"].add(module.training)

@@ -1,0 +1,123 @@
+"""``mtb plugins check``: the conformance kit on an installed strategy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mtb_core.api.errors import EXIT_CHECK_FAILED, EXIT_OK, ConfigError
+from mtb_core.registry.discovery import discover, warn_failed
+
+from .options import key_values
+from .root import warn
+
+if TYPE_CHECKING:
+    from mtb_core.testing.checking import Outcome
+
+
+def check(
+    name: str,
+    *,
+    strategy_opt: tuple[str, ...],
+    nproc: tuple[int, ...],
+    only: tuple[str, ...],
+    last_failed: bool,
+    debug_rank: int | None,
+    list_only: bool,
+    as_json: bool,
+    output: str | None,
+    quiet: bool,
+) -> int:
+    """What the command does; returns its exit code."""
+    registry = discover()
+    warn_failed(registry, warn)
+    info = registry.strategy(name)
+    if any(n < 1 for n in nproc):
+        raise ConfigError(f"--nproc is {min(nproc)}; it must be at least 1.")
+    if debug_rank is not None and not 0 <= debug_rank < max(nproc or (3,)):
+        raise ConfigError(f"--debug-rank is {debug_rank}; there are ranks 0 to {max(nproc or (3,)) - 1}.")
+
+    from mtb_core.testing import checking  # noqa: PLC0415  (imports torch; the help must not)
+    from mtb_core.testing.certificate import Certificate  # noqa: PLC0415
+    from mtb_core.testing.debugging import Terminal  # noqa: PLC0415
+    from mtb_core.testing.lab import Lab  # noqa: PLC0415
+
+    options = key_values(strategy_opt, "--strategy-opt")
+    terminal = None if debug_rank is None else Terminal.here(debug_rank)
+    lab = Lab(
+        info,
+        options,
+        world_sizes=tuple(sorted(set(nproc))) or (1, 2, 3),
+        debug=terminal,
+    )
+    memory = _memory(name, options)
+    chosen = checking.cases(lab.world_sizes, only)
+    if last_failed:
+        failed = set(_remembered(memory))
+        if not failed:
+            click.echo("Nothing failed the last time, or there was none: running all checks.", err=True)
+        chosen = [case for case in chosen if not failed or case.name in failed]
+    if list_only:
+        for case in chosen:
+            click.echo(f"{case.name:34} {case.check.title}")
+        return EXIT_OK
+    outcomes: list[Outcome] = []
+    with lab:
+        for number, case in enumerate(chosen, 1):
+            outcomes.append(checking.run_case(lab, case))
+            if not quiet:
+                _report(outcomes[-1], number, len(chosen))
+    certificate = Certificate(lab, outcomes)
+    _remember(memory, [o.case.name for o in outcomes if o.status == "failed"])
+    _show(certificate, as_json, output)
+    return EXIT_CHECK_FAILED if certificate.count("failed") else EXIT_OK
+
+
+def _report(outcome: Outcome, number: int, total: int) -> None:
+    text = f"[{number}/{total}] {outcome.status:7} {outcome.case.name} ({outcome.seconds:.1f} s)"
+    click.echo(f"{text}{': ' + outcome.reason if outcome.reason else ''}", err=True)
+    if outcome.status == "failed":
+        click.echo(outcome.text, err=True)
+
+
+def _show(certificate: Any, as_json: bool, output: str | None) -> None:
+    from mtb_core.measure.jsonio import dumps, write_json  # noqa: PLC0415
+
+    if output is not None:
+        write_json(output, certificate.as_json())
+    if as_json:
+        click.echo(dumps(certificate.as_json(), indent=2))
+        return
+    for outcome in certificate.outcomes:
+        if outcome.status == "failed":
+            click.echo(f"{outcome.text}\n")
+    click.echo(certificate.text())
+
+
+def _memory(name: str, options: Mapping[str, str]) -> Path:
+    """Where the failed checks of a strategy are remembered, for --last-failed."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    key = hashlib.sha256(json.dumps([name, sorted(options.items())]).encode()).hexdigest()[:16]
+    return Path(base) / "mtb" / "last-failed" / f"{key}.json"
+
+
+def _remembered(path: Path) -> list[str]:
+    try:
+        found: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return found
+
+
+def _remember(path: Path, failed: list[str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(failed), encoding="utf-8")
+    except OSError as error:
+        click.echo(f"mtb: warning: what failed cannot be remembered in {path}: {error.strerror}.", err=True)

@@ -1,0 +1,138 @@
+"""What can be seen before any rank starts: imports, options, plan, hook signatures, declared capabilities."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import attrs
+
+from mtb_core.api.descriptions import load_reference
+from mtb_core.api.errors import ConfigError, MtbError
+from mtb_core.api.options import describe_options, parse_options
+from mtb_core.api.strategy import Strategy
+from mtb_core.registry.run_hooks import Hooks
+from mtb_core.testing.checking import check
+from mtb_core.testing.lab import Lab
+from mtb_core.testing.states import Mismatch
+
+_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+
+@check(
+    "discovery.torch_free",
+    "Finding the strategy, its options and its plan imports no torch.",
+    mistake="the module with the StrategyInfo imports torch, directly or through another; keep plan and options apart "
+    "from the implementation, which is imported when it is used",
+    ranks="most",
+)
+def torch_free(lab: Lab, ranks: int) -> None:
+    """In a process of its own."""
+    del ranks
+    modules = sorted({lab.info.plan.__module__, lab.info.options.__module__})
+    code = (
+        "import sys, json, importlib\n"
+        f"sys.path[:] = json.loads({json.dumps(json.dumps(sys.path))})\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "print('torch' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    if ran.stdout.strip() != "False":
+        seen = "torch was imported" if ran.stdout.strip() == "True" else ran.stderr.strip().splitlines()[-1:]
+        raise Mismatch(f"the import of {', '.join(modules)} to leave torch alone", str(seen))
+
+
+@check(
+    "discovery.options",
+    "Options are a frozen attrs class, each documented, checked and picklable.",
+    mistake="declare them with mtb_core.option(default, help=…) in a class decorated with @attrs.frozen",
+    ranks="most",
+)
+def options(lab: Lab, ranks: int) -> None:
+    """Defaults parse, values are refused where they are wrong, and the value can be sent to ranks."""
+    del ranks
+    kind, owner = lab.info.options, f"strategy '{lab.info.name}'"
+    for found in describe_options(kind):
+        if not found.help:
+            raise Mismatch(f"a help text for option '{found.name}'", "none")
+    value = parse_options(kind, lab.options, owner=owner)
+    if pickle.loads(pickle.dumps(value)) != value:  # noqa: S301  (made here)
+        raise Mismatch("options that are equal after pickling", "others")
+    name = next((f.name for f in attrs.fields(kind)), None)
+    if name is not None:
+        try:
+            setattr(value, name, None)
+        except attrs.exceptions.FrozenInstanceError:
+            pass
+        else:
+            raise Mismatch("options that cannot be changed", f"'{name}' was set; use @attrs.frozen")
+    try:
+        parse_options(kind, {"no_such_option": "1"}, owner=owner)
+    except ConfigError:
+        return
+    raise Mismatch("an unknown option to be refused", "it was taken")
+
+
+@check(
+    "discovery.plan",
+    "The plan is a pure function of options, configuration and world, and fits the number of ranks.",
+    mistake="plan() reads or keeps something else than its arguments, or its layout has another number of ranks",
+)
+def plan(lab: Lab, ranks: int) -> None:
+    """Planned twice, with another world between."""
+    first = lab.plan(ranks)
+    for other in lab.world_sizes:
+        lab.plan(other)
+    if lab.plan(ranks) != first:
+        raise Mismatch("the same plan for the same arguments", "another one")
+    if first.layout.size != ranks:
+        raise Mismatch(f"a layout of {ranks} ranks", f"{first.layout.size}: {first.layout.axes}")
+    if first.auto_sync not in first.sync_modes:
+        raise Mismatch(f"auto_sync to be one of {first.sync_modes}", first.auto_sync)
+    if first.reduce_dtype not in _DTYPES:
+        raise Mismatch(f"reduce_dtype to be one of {', '.join(_DTYPES)}", first.reduce_dtype)
+    if pickle.loads(pickle.dumps(first)) != first:  # noqa: S301  (made here)
+        raise Mismatch("a plan that is equal after pickling", "another one")
+
+
+@check(
+    "discovery.capabilities",
+    "What the author declares is what the plan says.",
+    mistake="the declaration promises more than the plan; change one of the two",
+)
+def capabilities(lab: Lab, ranks: int) -> None:
+    """What a plan does not say (accumulation, clipping, bf16, ties) is checked by running it."""
+    planned, declared = lab.plan(ranks), lab.capabilities
+    for name in ("exact", "exact_resume", "custom_models", "resharding"):
+        if getattr(declared, name) and not getattr(planned, name):
+            raise Mismatch(f"Plan.{name}, as declared", f"the plan for {ranks} ranks says False")
+    if declared.sharded and not planned.sharded and planned.layout.data_size > 1:
+        raise Mismatch("Plan.sharded, as declared", f"the plan for {ranks} ranks says False")
+    if missing := set(declared.sync_modes) - set(planned.sync_modes):
+        raise Mismatch(f"sync modes {declared.sync_modes}, as declared", f"the plan lacks {', '.join(sorted(missing))}")
+    for mode in declared.sync_modes:
+        lab.plan(ranks, gradient_sync_mode=mode)
+    if declared.bf16:
+        lab.plan(ranks, precision="bf16")
+
+
+@check(
+    "discovery.hooks",
+    "The class is a Strategy whose public methods are hooks, with the right arguments, made without arguments.",
+    mistake="a misspelt hook would never be called, so it is refused; helper methods start with an underscore",
+    ranks="most",
+)
+def hooks(lab: Lab, ranks: int) -> None:
+    """It is registered as core does it."""
+    del ranks
+    kind = load_reference(lab.info.impl)
+    if not issubclass(kind, Strategy):
+        raise Mismatch("a subclass of mtb_core.Strategy", f"{kind}")
+    try:
+        Hooks(kind())
+    except (MtbError, TypeError) as error:
+        raise Mismatch("hooks that core accepts", str(error)) from error
+    if "prepare" not in {name for c in kind.__mro__ if c is not Strategy for name in vars(c)}:
+        raise Mismatch("a method prepare(job)", "none")

@@ -1,0 +1,194 @@
+"""Models with something special: modes, frozen, unused and tied parameters, odd dimensions, buffers, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mtb_core.testing.checking import check
+from mtb_core.testing.checks.parity import TOLERANCE, same_losses, sgd, training
+from mtb_core.testing.episodes import episode
+from mtb_core.testing.lab import Lab
+from mtb_core.testing.probes import Modes
+from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within, same_keys
+
+_EVALUATION: Mapping[str, Any] = {"eval_data": "synthetic", "eval_every": 2, "eval_batches": 1}
+
+
+@check(
+    "models.mode",
+    "Every module is in train mode in training, in eval mode in evaluation, and evaluation changes nothing.",
+    mistake="the module that is called must pass train() and eval() on to all others; wrappers that rebuild or copy "
+    "modules forget it",
+)
+def mode(lab: Lab, ranks: int) -> None:
+    """Every forward is watched; losses and weights with evaluation equal those without, bit for bit."""
+    run = lab.done(training(ranks, probes=(Modes(),), dropout=0.1, **_EVALUATION))
+    for rank, trace in run.traces.items():
+        for where, expected in (("training", {True}), ("evaluation", {False})):
+            seen = trace.notes["modes"][where]
+            if seen != expected:
+                what = "no forward of the module" if not seen else f"modules whose `training` is {sorted(seen)}"
+                raise Mismatch(f"only modules with training = {expected} in {where}", f"{what} on rank {rank}")
+    plain = lab.done(training(ranks, dropout=0.1))
+    equal_bitwise(run.whole(4), plain.whole(4), "the state after four steps with evaluations between them")
+
+
+@check(
+    "models.evaluation",
+    "The evaluation loss equals that of `single`.",
+    mistake="forward in eval mode must work without the sync context and without gradients, with the weights as they are",
+    needs=("exact",),
+)
+def evaluation(lab: Lab, ranks: int) -> None:
+    """After four steps, over the same samples; with one micro-batch a step, a batch of evaluation is a global batch."""
+    settings = {**_EVALUATION, "eval_every": 0, "grad_accum_steps": 1}
+    seen = lab.done(training(ranks, **settings)).result["eval_loss"]
+    expected = lab.done(training(1, subject=False, **settings)).result["eval_loss"]
+    if not abs(seen - expected) <= TOLERANCE * expected:
+        raise Mismatch(f"an evaluation loss of {expected:.9g}", f"{seen:.9g}")
+
+
+@check(
+    "models.frozen",
+    "Parameters that do not require gradients stay as they are; the others train as in `single`.",
+    mistake="a flat or sharded view must not mix frozen and trained parameters, nor weight decay reach frozen ones",
+    needs=("custom_models",),
+)
+def frozen(lab: Lab, ranks: int) -> None:
+    """Weight decay, momentum and clipping are active."""
+    run = lab.done(training(ranks, model="kit-frozen"))
+    before, after = run.whole(0), run.whole(4)
+    still = [k for k in before if k.startswith("model/") and (".0." in k or k == "model/out.bias")]
+    equal_bitwise({k: after[k] for k in still}, {k: before[k] for k in still}, "frozen parameters")
+    if lab.capabilities.exact:
+        reference = lab.done(training(1, subject=False, model="kit-frozen"))
+        equal_within(after, reference.whole(4), TOLERANCE, "weights and optimizer state beside frozen parameters")
+
+
+@check(
+    "models.unused",
+    "A parameter that forward never uses either trains as in `single` or ends all ranks, named.",
+    mistake="a wrapper that waits for every gradient hangs or stops with an error of its own; Plan.missing_gradients "
+    "says whether the strategy copes with it",
+    needs=("custom_models",),
+)
+def unused(lab: Lab, ranks: int) -> None:
+    """By the plan: copes or is refused at the first step, on all ranks."""
+    run = lab.run(training(ranks, model="kit-unused"))
+    if lab.plan(ranks).missing_gradients:
+        before, after = lab.done(run.episode).whole(0), run.whole(4)
+        for key in before:
+            if key.startswith("model/") and torch.equal(before[key], after[key]) != ("idle" in key):
+                raise Mismatch("parameters that are used, and only those, to change", f"it is otherwise with '{key}'")
+        return
+    failure = run.failure.kind if run.failure is not None else (run.result.get("failure") or {}).get("kind")
+    if failure != "MissingGradient" or "idle" not in run.why():
+        raise Mismatch("all ranks to end with MissingGradient that names 'idle.weight'", run.why())
+
+
+@check(
+    "models.tied",
+    "A parameter that two layers share is trained as one: its gradient is the sum of both uses.",
+    mistake="wrapping, sharding or `to_empty` has separated the two; materialize keeps ties, code of your own must too",
+    needs=("exact", "tied"),
+)
+def tied(lab: Lab, ranks: int) -> None:
+    """Compared with `single`; the state names it once."""
+    run, reference = lab.done(sgd(ranks, tie_embeddings=True)), lab.done(sgd(1, subject=False, tie_embeddings=True))
+    equal_within(run.whole(2), reference.whole(2), TOLERANCE, "state with tied weights")
+
+
+@check(
+    "models.tied_resume",
+    "A shared parameter is still shared after a resume.",
+    mistake="loading replaced one of the two by a new tensor; fill the pieces in place",
+    needs=("exact", "tied"),
+)
+def tied_resume(lab: Lab, ranks: int) -> None:
+    """Two steps, a resume, and one more, against three steps of `single`."""
+    name = f"tied-{ranks}"
+    settings: dict[str, Any] = {"tie_embeddings": True, "adam_eps": 1e-6, "checkpoint_dir": str(lab.folder / name)}
+    lab.done(episode(ranks, steps=2, save_every=2, **settings))
+    resumed = lab.done(
+        episode(ranks, states=(3,), until_step=3, steps=None, resume="latest", warmup_steps=0, **settings)
+    )
+    reference = lab.done(episode(1, subject=False, states=(3,), steps=3, tie_embeddings=True, adam_eps=1e-6))
+    equal_within(resumed.whole(3), reference.whole(3), TOLERANCE, "state after resuming tied weights")
+
+
+@check(
+    "models.odd_dimensions",
+    "Dimensions that ranks do not divide, parameters of one element and ranks with empty shards train as in `single`.",
+    mistake="`chunk`, `numel // world_size` and views of empty tensors lose or invent elements",
+    needs=("exact", "custom_models"),
+)
+def odd_dimensions(lab: Lab, ranks: int) -> None:
+    """Model and optimizer state after four steps."""
+    run, reference = lab.done(training(ranks, model="kit-odd")), lab.done(training(1, subject=False, model="kit-odd"))
+    same_losses(run, reference, TOLERANCE)
+    equal_within(run.whole(4), reference.whole(4), 10 * TOLERANCE, "state of odd dimensions")
+
+
+@check(
+    "models.buffers",
+    "Persistent buffers are part of the state, the same on all ranks where they are saved; others are not.",
+    mistake="each rank's forward changes its own buffers: bring them into agreement before they are saved (rank 0's, "
+    "as DistributedDataParallel does, or their mean)",
+    needs=("custom_models",),
+)
+def buffers(lab: Lab, ranks: int) -> None:
+    """Assembling the state compares the ranks' copies."""
+    run = lab.done(training(ranks, model="kit-buffers"))
+    start = lab.done(training(1, subject=False, model="kit-buffers")).whole(0)
+    for step in (0, 1, 4):
+        whole = run.whole(step)
+        same_keys(whole, start, f"state with buffers after step {step}")
+    equal_bitwise(_buffers(run.whole(0)), _buffers(start), "buffers before the first step")
+    if torch.equal(run.whole(4)["model/running"], start["model/running"]):
+        raise Mismatch("buffers that forward has changed", "'model/running' is as it was at the start")
+
+
+def _buffers(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: whole[key] for key in ("model/running", "model/calls")}
+
+
+@check(
+    "models.sharded",
+    "No rank holds all of the model, nor all of its optimizer state.",
+    mistake="Plan.sharded (or the declaration) promises less memory per rank than there is: shard, or do not declare it",
+    ranks="several",
+    needs=("sharded",),
+)
+def sharded(lab: Lab, ranks: int) -> Mapping[str, Any]:
+    """Counted in elements of the state; the largest rank may hold four fifths at most."""
+    if not lab.plan(ranks).sharded:
+        return {"largest_share": 1.0}
+    run = lab.done(training(ranks))
+    figures = {}
+    for kind in ("model/", "optim/"):
+        total = sum(t.numel() for key, t in run.whole(4).items() if key.startswith(kind))
+        held = [
+            sum(t.numel() for key, parts in trace.states[4].items() if key.startswith(kind) for t, _, _ in parts)
+            for trace in run.traces.values()
+        ]
+        figures[f"largest_share_{kind[:-1]}"] = max(held) / total
+        if max(held) > 0.8 * total:
+            raise Mismatch(
+                f"at most 80% of the {total} elements of {kind[:-1]} on a rank of {ranks}", f"{max(held)} on one"
+            )
+    return figures
+
+
+@check(
+    "models.activation_checkpointing",
+    "Recomputing activations gives the same bits, dropout included.",
+    mistake="the second forward of a block must see the random state and the weights of the first",
+)
+def activation_checkpointing(lab: Lab, ranks: int) -> None:
+    """State after four steps with and without it."""
+    with_it = lab.done(training(ranks, dropout=0.1, activation_checkpointing=True))
+    without = lab.done(training(ranks, dropout=0.1))
+    equal_bitwise(with_it.whole(4), without.whole(4), "state with activation checkpointing")
