@@ -1,0 +1,204 @@
+"""``mtb comm`` as people and programs start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from mtb_comm.command import comm
+from mtb_core import ConfigError
+
+SMALL = ["--device", "cpu", "--sizes", "256,2K", "-n", "3", "-w", "1"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ROW_KEYS = {
+    "operation", "dtype", "reduction", "in_place", "split", "world_size", "size_bytes", "elements", "count", "iterations",
+    "time_ms", "algbw_gb_per_sec", "busbw_gb_per_sec", "wire_bytes", "wire_bytes_total", "wrong", "busiest_rank",
+    "splits_bytes", "status", "reason",
+}  # fmt: skip
+
+
+def mtb(*words, **options):
+    command = [sys.executable, "-m", "mtb_core", "comm", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False, **options)
+
+
+def refusal(*words):
+    """The message of a command that is refused as wrong usage, which `mtb` turns into exit code 2."""
+    done = CliRunner().invoke(comm, words)
+    assert isinstance(done.exception, ConfigError), done.output
+    assert done.stdout == ""
+    return str(done.exception)
+
+
+@pytest.mark.timeout(60)
+def test_json_is_one_document(tmp_path):
+    """--json prints one document and nothing else on stdout; --output holds the same; rows have the known keys."""
+    output = tmp_path / "new" / "comm.json"
+    done = mtb("all_reduce", "barrier", *SMALL, "--json", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document == json.loads(output.read_text())
+    assert {k: document[k] for k in ("benchmark", "schema_version", "exit_reason", "world_size", "backend", "device")} == {
+        "benchmark": "communication", "schema_version": 1, "exit_reason": "done", "world_size": 2, "backend": "gloo",
+        "device": "cpu",
+    }  # fmt: skip
+    assert all(set(row) == ROW_KEYS for row in document["results"])
+    assert [row["operation"] for row in document["results"]] == ["all_reduce", "all_reduce", "barrier"]
+    assert document["provenance"]["command"].endswith(f"--output {output}")
+    assert document["execution_complete"] is document["performance_valid"] is True
+    assert "3/3" in done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_table_names_its_definition():
+    """The table says whose definition of bandwidth it shows, and what a gigabyte is; --quiet is quiet."""
+    done = mtb("all_reduce", "all_gather", *SMALL, "--dtype", "fp32,int8", "--reduction", "avg", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert "as nccl-tests defines them; GB = 1e9 bytes" in done.stdout
+    assert "skipped: all_reduce int8 avg: gloo cannot average int8" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.timeout(60)
+def test_files_from_an_earlier_document(tmp_path):
+    """A document can be shown, compared with itself, drawn as PNG and SVG, and fitted, without measuring again."""
+    first, calibration = tmp_path / "first.json", tmp_path / "calibration.json"
+    assert mtb("all_reduce", "broadcast", *SMALL, "--output", str(first)).returncode == 0
+    for picture, start in (("a.png", b"\x89PNG"), ("b.svg", b"<?xml")):
+        words = ["--plot", str(tmp_path / picture), "--calibration", str(calibration), "--compare", str(first)]
+        done = CliRunner().invoke(comm, ["--result", str(first), *words])
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / picture).read_bytes().startswith(start)
+    assert "4 points in both" in done.stdout
+    assert "1.000" in done.stdout
+    written = json.loads(calibration.read_text())
+    assert written["kind"] == "communication_calibration"
+    assert written["fits"] == json.loads(first.read_text())["fits"]
+
+
+@pytest.mark.timeout(60)
+def test_against_nccl_tests(tmp_path):
+    """A log of nccl-tests is set beside the rows."""
+    log = tmp_path / "log"
+    log.write_text(
+        "# Collective test starting: all_reduce_perf\n"
+        "#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong\n"
+        "        2048           512     float     sum      -1    10.00    0.10    0.10       0    12.00    0.17    0.29       0\n"
+    )
+    done = mtb("all_reduce", *SMALL, "--against", "nccl-tests", str(log))
+    assert done.returncode == 0, done.stderr
+    assert "this run and nccl-tests: 1 points in both" in done.stdout
+    assert "0.012" in done.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["al_reduce"], "no operation 'al_reduce'. Did you mean 'all_reduce'?"),
+        (["--sizes", "0"], "must be at least 1 byte"),
+        (["-b", "1M", "-e", "1K"], "swap them"),
+        (["all_to_all", "--splits", "1K,1K;1K,2K"], "adds up to 3072 bytes"),
+        (["--group-size", "4"], "--group-size is 4, but there are 2 ranks"),
+        (["all_reduce", "--device", "cpu", "--dtype", "int8", "--reduction", "avg"], "gloo cannot average int8"),
+        (["--device", "cpu", "--backend", "nccl"], "needs a CUDA device"),
+        (["--iters", "0"], "--iters is 0"),
+        (["--time", "0"], "--time is 0"),
+        (["--plot", "picture.bmp"], "Valid: .png, .svg"),
+        (["--against", "mpi", "log"], "valid: nccl-tests"),
+        (["--compare", "missing.json"], "cannot be read as JSON"),
+        (["--output", f"{__file__}/x.json"], "cannot be written"),
+    ],
+)
+def test_wrong_usage(words, message):
+    """Each mistake is refused with exit code 2 before any rank starts, in words that say what is valid."""
+    assert message in refusal(*words)
+
+
+@pytest.mark.timeout(60)
+def test_wrong_usage_has_exit_code_2():
+    """The whole program says it on stderr, and leaves with 2."""
+    done = mtb("all_reduce", "--sizes", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "must be at least 1 byte" in done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_another_document_is_refused(tmp_path):
+    """A result of training is no communication document."""
+    other = tmp_path / "result.json"
+    other.write_text('{"benchmark": "training", "schema_version": 1}')
+    assert "holds 'training'" in refusal("--result", str(other))
+
+
+#: One short point, then one that takes far longer than a test.
+LONG = ["--sizes", "256,32M", "-n", "500"]
+
+
+def started(*words):
+    """A measurement that goes on for long, after its first row is done."""
+    command = [sys.executable, "-m", "mtb_core", "comm", *words, "--device", "cpu", "-w", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    line = process.stderr.readline()
+    assert line.startswith("[1/2] "), line + process.stderr.read()
+    return process
+
+
+def workers(process):
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("number", "code", "reason"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 4, "stopped")]
+)
+def test_stop_keeps_finished_rows(tmp_path, number, code, reason):
+    """Ctrl-C and SIGTERM in the middle of a long point: the row before it is in the document."""
+    output = tmp_path / "x.json"
+    process = started("all_reduce", *LONG, "--output", str(output))
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    document = json.loads(output.read_text())
+    assert (process.returncode, document["exit_reason"]) == (code, reason)
+    assert [row["size_bytes"] for row in document["results"]] == [256]
+    assert not document["execution_complete"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_ends_all(tmp_path, victim):
+    """Whichever rank dies: exit code 3, nobody is left, the finished row is kept and the cause named."""
+    output = tmp_path / "x.json"
+    process = started("all_reduce", *LONG, "--output", str(output))
+    ranks = workers(process)
+    os.kill(ranks[victim], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    document = json.loads(output.read_text())
+    assert (process.returncode, document["exit_reason"]) == (3, "failed")
+    assert [row["size_bytes"] for row in document["results"]] == [256]
+    assert f"Rank {victim} died by SIGKILL" in errors
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def torchrun(*words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "mtb_core"]
+    return subprocess.run(
+        [*command, "comm", *words], capture_output=True, text=True, timeout=90, env=ENVIRONMENT, check=False
+    )
+
+
+@pytest.mark.timeout(120)
+def test_under_torchrun(tmp_path):
+    """One document, from rank 0, of torchrun's ranks; wrong usage is said in the same words."""
+    output = tmp_path / "x.json"
+    done = torchrun("all_gather", *SMALL, "--json", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(output.read_text())
+    assert json.loads(done.stdout)["world_size"] == 2
