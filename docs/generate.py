@@ -1,16 +1,18 @@
 # ruff: noqa: INP001  (a script beside the pages, not a package)
 """Writes docs/reference from the code, so that the reference cannot differ from what runs: ``make docs``.
 
-``hooks.md`` comes from the hook specifications and the values they pass, ``cli.md`` from the commands' own options.
+``hooks.md`` comes from the hook specifications and the values they pass, ``cli.md`` from the commands' own options,
+``checks.md`` from the checks of the conformance kit.
 A test compares the committed pages with what this makes.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,20 @@ import click
 import mtb_core
 from mtb_core import DiscoverySpecs, ObserverSpecs, OptionHelp, Strategy, StrategySpecs, describe_options
 from mtb_core.api import hooks
-from mtb_core.builtin import plugin as core_plugin
+from mtb_core.testing.checking import all_checks
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by `make docs` from the code; edit that instead. -->\n\n"
 _ABOUT_SETTINGS = """\
 Every setting of `mtb train` is also a key of a TOML file for `--config` and of `mtb_core.TrainConfig`, with `_` for
 `-`. Options on the command line win over the file."""
+#: Packages of this repository beside core, in the order in which they are shown.
+PLUGINS = ("mtb_ddp", "mtb_fsdp", "mtb_deepspeed", "mtb_tp", "mtb_comm", "mtb_profile", "mtb_sinks")
+_RANKS = {
+    "all": "At every number of ranks.",
+    "several": "At every number of ranks above one.",
+    "most": "At the largest number of ranks.",
+}
 LAYERS = (
     ("Discovery", DiscoverySpecs, "Implemented by functions of a plugin module, marked with `@hookimpl`."),
     ("Run: the strategy", StrategySpecs, "Implemented by the methods of a `Strategy`; run plugins may wrap them."),
@@ -44,7 +53,7 @@ def main() -> int:
 
 def pages() -> dict[str, str]:
     """Every page of the reference by file name."""
-    return {"hooks.md": NOTE + hook_page(), "cli.md": NOTE + cli_page()}
+    return {"hooks.md": NOTE + hook_page(), "cli.md": NOTE + cli_page(), "checks.md": NOTE + check_page()}
 
 
 def hook_names(specs: type) -> list[str]:
@@ -136,26 +145,52 @@ def _code(value: Any) -> str:
 
 
 def cli_page() -> str:
-    """All commands of core with their options, and the options of the strategies and sinks of this repository."""
+    """All commands with their options, and the options of the strategies and sinks, of this repository's packages."""
     parts = ["# Command line", _ABOUT_SETTINGS]
-    for info in core_plugin.mtb_commands():
+    for info in _provided("mtb_commands"):
         parts += _command(f"mtb {info.name}", mtb_core.load_reference(info.impl), info.help)
-    for title, infos in _optional():
+    for title, hook in (("Strategies", "mtb_strategies"), ("Sinks", "mtb_sinks")):
         parts.append(f"## {title}")
-        for info in infos:
-            parts.append(f"### `{info.name}`\n\n{info.help}")
+        for info in _provided(hook):
+            legacy = " Legacy." if getattr(info, "legacy", False) else ""
+            parts.append(f"### `{info.name}`\n\n{info.help}.{legacy}")
             if options := describe_options(info.options):
                 parts.append(_options_table(options))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _optional() -> Iterator[tuple[str, list[Any]]]:
-    """Strategies and sinks of the packages of this repository, whatever else is installed."""
-    import mtb_ddp.plugin  # noqa: PLC0415
-    import mtb_sinks.plugin  # noqa: PLC0415
+def _provided(hook: str) -> list[Any]:
+    """What the packages of this repository provide, core first, whatever else is installed."""
+    modules = ["mtb_core.builtin.plugin", *(f"{name}.plugin" for name in PLUGINS)]
+    hooks_found = (getattr(importlib.import_module(module), hook, None) for module in modules)
+    return [info for function in hooks_found if function is not None for info in function()]
 
-    yield "Strategies", [*core_plugin.mtb_strategies(), *mtb_ddp.plugin.mtb_strategies()]
-    yield "Sinks", [*core_plugin.mtb_sinks(), *mtb_sinks.plugin.mtb_sinks()]
+
+def check_page() -> str:
+    """Every check of the conformance kit."""
+    parts = [
+        "# Checks of the conformance kit",
+        (
+            "What `mtb plugins check NAME` and `mtb_core.testing.StrategyConformance` look at; how to use them is in "
+            "[../conformance.md](../conformance.md)."
+        ),
+    ]
+    group = ""
+    for check in all_checks():
+        if check.name.partition(".")[0] != group:
+            group = check.name.partition(".")[0]
+            parts.append(f"## {group}\n\n{markdown(importlib.import_module(check.function.__module__).__doc__)}")
+        needs = f" Skipped where the strategy does not declare: {', '.join(check.needs)}." if check.needs else ""
+        parts.append(
+            f"### {check.name}\n\n{check.title} {_RANKS[check.ranks]}{needs}\n\n"
+            f"Likely mistake: {check.mistake}.\n\n{_how(check.function.__doc__)}"
+        )
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _how(docstring: str | None) -> str:
+    text = markdown(docstring)
+    return "" if text == "See the title." else f"How: {text}"
 
 
 def _command(name: str, command: click.Command, help_text: str) -> list[str]:

@@ -15,7 +15,7 @@ from mtb_core import DiscoverySpecs, ObserverSpecs, Strategy, StrategySpecs
 from mtb_core.registry.discovery import discover
 from mtb_core.registry.records import KINDS
 
-PAGES = ("hooks.md", "cli.md")
+PAGES = ("hooks.md", "cli.md", "checks.md")
 
 
 def names(specs: type) -> list[str]:

@@ -21,7 +21,7 @@ from .states import Mismatch
 #: Modules whose import fills the list of checks, in the order in which checks run.
 _GROUPS = ("discovery", "parity", "sync", "models", "checkpoints", "failures", "processes")
 #: The page that explains every check, relative to the documentation's root.
-PAGE = "docs/conformance.md"
+PAGE = "docs/reference/checks.md"
 
 CheckFunction = Callable[[Lab, int], Mapping[str, Any] | None]
 Status = Literal["passed", "failed", "skipped"]
@@ -54,7 +54,7 @@ class Check:
     @property
     def page(self) -> str:
         """Where the documentation explains it."""
-        return f"{PAGE}#{self.name.replace('.', '').replace('_', '-')}"
+        return f"{PAGE}#{self.name.replace('.', '')}"
 
 
 @attrs.frozen
