@@ -1,0 +1,1 @@
+"""MiniTrainBench plugin: commands `compare`, `sweep`, `report`, `evidence` and `explain`."""
