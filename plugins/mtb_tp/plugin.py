@@ -25,7 +25,9 @@ class TPOptions:
         None, help="Tensor-parallel degree: ranks that share each layer. none: all that dp leaves.", minimum=1
     )
     dp: int | None = option(
-        None, help="Data-parallel degree: sample streams. none: all ranks divided by tp. tp x dp is the world.", minimum=1
+        None,
+        help="Data-parallel degree: sample streams. none: all ranks divided by tp. tp x dp is the world.",
+        minimum=1,
     )
     data_parallel: str = option(
         "ddp",
@@ -63,7 +65,7 @@ def degrees(options: TPOptions, world: int) -> tuple[int, int]:
     return dp, world // dp
 
 
-def must_divide(what: str, value: int, tp: int, advice: str) -> None:
+def must_divide(what: str, value: int, tp: int, advice: str, owner: str = "strategy 'tp'") -> None:
     """Check that `tp` ranks can share `value` of something evenly.
 
     Raises:
@@ -72,7 +74,7 @@ def must_divide(what: str, value: int, tp: int, advice: str) -> None:
     if value % tp:
         valid = [n for n in range(1, value + 1) if value % n == 0]
         shown = ", ".join(map(str, valid[:12])) + (", …" if len(valid) > 12 else "")
-        raise ConfigError(f"strategy 'tp': {value} {what} cannot be shared by tp={tp} ranks; valid: {shown}. {advice}")
+        raise ConfigError(f"{owner}: {value} {what} cannot be shared by tp={tp} ranks; valid: {shown}. {advice}")
 
 
 def plan(options: TPOptions, config: TrainConfig, world: World) -> Plan:
@@ -81,7 +83,9 @@ def plan(options: TPOptions, config: TrainConfig, world: World) -> Plan:
     if config.model == "gpt":
         must_divide("attention heads (--n-heads)", config.n_heads, tp, "Set tp to one of them, or change --n-heads.")
     if options.sequence_parallel:
-        must_divide("positions (--seq-length)", config.seq_length, tp, "Change --seq-length, or leave out sequence_parallel.")
+        must_divide(
+            "positions (--seq-length)", config.seq_length, tp, "Change --seq-length, or leave out sequence_parallel."
+        )
     if options.vocab_parallel_loss and config.vocab_size is not None:
         check_vocabulary(config.vocab_size, tp)
     return Plan(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -152,7 +152,8 @@ def localize(model: nn.Module) -> dict[str, Slot]:
             _set_parameter(model, name, local[id(parameter)])
             owner, _, leaf = name.rpartition(".")
             module = model.get_submodule(owner)
-            module.__class__ = _wrapping(type(module))
+            kind: Any = type(module)
+            module.__class__ = _wrapping(kind)
             layouts = module.__dict__.setdefault("_mtb_layouts", {})
             layouts[leaf] = (parameter.device_mesh, parameter.placements)
     return slots
@@ -172,7 +173,7 @@ def _local_part(parameter: nn.Parameter) -> tuple[nn.Parameter, Slot]:
 
 
 @functools.cache  # one class for all layers of a kind
-def _wrapping(base: type[nn.Module]) -> type[nn.Module]:
+def _wrapping(base: Any) -> type[nn.Module]:
     """A subclass of `base`, Linear or Embedding, that computes with DTensors made of its local parameters."""
 
     def linear(self: Any, x: DTensor) -> Any:
@@ -182,10 +183,11 @@ def _wrapping(base: type[nn.Module]) -> type[nn.Module]:
         return F.embedding(x, _distributed(self, "weight"), self.padding_idx)
 
     if getattr(base, "_mtb_wrapping", False):
-        return base
+        return cast("type[nn.Module]", base)
     forward = linear if issubclass(base, nn.Linear) else embedding
     names = {"forward": forward, "_mtb_wrapping": True, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), names)
+    changed: type[nn.Module] = type(base.__name__, (base,), names)
+    return changed
 
 
 def _distributed(module: nn.Module, leaf: str) -> Any:

@@ -57,19 +57,20 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, gr
 
     Formula: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits.float(), targets, first, group)
+    losses: Tensor = _VocabParallelCrossEntropy.apply(logits.float(), targets, first, group)  # type: ignore[no-untyped-call]
     return losses
 
 
 def with_own_loss(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """Let `model`, whose forward gives a part of the logits, take the targets and return the mean loss instead."""
-    model.__class__ = _losing(type(model))
+    kind: Any = type(model)
+    model.__class__ = _losing(kind)
     model.__dict__["_mtb_vocab_group"] = group
     return model
 
 
 @functools.cache
-def _losing(base: type[nn.Module]) -> type[nn.Module]:
+def _losing(base: Any) -> type[nn.Module]:
     def forward(self: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         logits = base.forward(self, tokens)
         group = self.__dict__["_mtb_vocab_group"]
@@ -77,4 +78,6 @@ def _losing(base: type[nn.Module]) -> type[nn.Module]:
         losses = vocab_parallel_cross_entropy(logits, targets, first, group)
         return losses.sum() / (targets != IGNORE_LABEL).sum()
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    names = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    changed: type[nn.Module] = type(base.__name__, (base,), names)
+    return changed

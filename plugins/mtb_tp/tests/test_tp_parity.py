@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-
 from tp_states import TINY, Seen, trained, whole
 
-OPTIMIZERS = {"adamw": {"optimizer": "adamw", "adam_eps": 1e-6, "learning_rate": 1e-3}, "sgd": {"optimizer": "sgd", "learning_rate": 0.1}}
+OPTIMIZERS = {
+    "adamw": {"optimizer": "adamw", "adam_eps": 1e-6, "learning_rate": 1e-3},
+    "sgd": {"optimizer": "sgd", "learning_rate": 0.1},
+}
 SEQUENCE = {"sequence_parallel": True}
 VOCABULARY = {"vocab_parallel_loss": True}
 FSDP = {"data_parallel": "fsdp"}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tp_states import trained, whole
 
 FSDP = {"data_parallel": "fsdp"}
@@ -68,9 +67,7 @@ def test_state_goes_to_other_ranks_exactly(before: dict[str, Any], after: dict[s
     _, expected = trained(tmp_path / "whole", **common, **before, until_step=5)
     _, saved = trained(tmp_path / "first", **common, **before, until_step=3)
     checkpoints = str(tmp_path / "first" / "checkpoints")
-    _, seen = trained(
-        tmp_path / "second", **common, **after, checkpoint_dir=checkpoints, until_step=5, resume="latest"
-    )
+    _, seen = trained(tmp_path / "second", **common, **after, checkpoint_dir=checkpoints, until_step=5, resume="latest")
     wanted, found = whole([s.ended for s in saved]), whole([s.loaded for s in seen])
     assert found.keys() == wanted.keys()
     assert {key.rpartition("/")[2] for key in found if key.startswith("optim/")} == {"step", "exp_avg", "exp_avg_sq"}

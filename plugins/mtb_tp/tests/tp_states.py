@@ -87,7 +87,7 @@ def trained(folder: Path, **settings: Any) -> tuple[Result, list[Seen]]:
     config = TrainConfig(**values, run_dir=str(folder / "run"))
     result = run(config, quiet=True, plugins={"states": partial(StateRecorder, folder)})
     assert result.exit_reason == "done", result.failure
-    seen = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(config.nproc)]  # noqa: S301
+    seen = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(config.nproc)]
     return result, seen
 
 
