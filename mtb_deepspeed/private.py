@@ -1,0 +1,237 @@
+"""All that this plugin reads and writes of DeepSpeed's private parts, in one place; see `requirements.VERSION`.
+
+A ZeRO optimizer keeps, on each rank, flat fp32 tensors that hold this rank's ranges of the parameters one behind the
+other, each flat tensor being one parameter of torch's optimizer. `ZeroParts` shows them in terms of the model's
+parameters; how they are cut differs between stages 1 and 2 on the one hand and 3 on the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+
+@attrs.frozen
+class Fragment:
+    """Elements ``[start, start + numel)`` of a trainable parameter, which this rank keeps and updates in fp32.
+
+    Attributes:
+        shape: of the whole parameter.
+        flat: the flat tensor that holds them, from `offset` on; the key of torch's optimizer state.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    flat: torch.Tensor
+    offset: int
+    numel: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The elements of this fragment in `flat`, which is laid out like ``self.flat``; a live view."""
+        return flat.detach().narrow(0, self.offset, self.numel)
+
+
+class ZeroParts:
+    """What a ZeRO optimizer holds on this rank."""
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        self._engine, self._zero, self._rank = engine, engine.optimizer, rank
+        self._names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Torch's optimizer inside."""
+        inner: torch.optim.Optimizer = self._zero.optimizer
+        return inner
+
+    def fragments(self) -> Iterator[Fragment]:
+        """This rank's ranges, none of them empty."""
+        raise NotImplementedError
+
+    def flats(self) -> list[tuple[int, torch.Tensor]]:
+        """The flat tensors, each with the index of its parameter group."""
+        raise NotImplementedError
+
+    def frozen(self) -> Iterator[tuple[str, tuple[int, ...], int, torch.Tensor]]:
+        """Parameters that are not trained: name, shape, and what this rank holds of them, from which element on."""
+        for name, parameter in self._engine.module.named_parameters():
+            if not parameter.requires_grad:
+                yield name, *self._held(parameter)
+
+    def _held(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, torch.Tensor]:
+        return tuple(parameter.shape), 0, parameter.detach().view(-1)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's reduced gradients in fp32: live, so that scaling them scales what the optimizer will use."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget all gradients, reduced or not, as if the step had not begun."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """The flat tensors have changed: bring the model's parameters into agreement, on all ranks together."""
+        raise NotImplementedError
+
+    def _in_fp32(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What of `parts` is to be scaled in place; low precision is widened, once, into one tensor."""
+        if all(part.dtype == torch.float32 for part in parts):
+            return list(parts)
+        return [torch.cat([part.detach().reshape(-1).float() for part in parts])]
+
+
+class PartsOfStage12(ZeroParts):
+    """All parameters of a group lie one behind the other in one range, which is cut into equal parts, padded."""
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See `ZeroParts`."""
+        for group, parameters in enumerate(self._zero.bit16_groups):
+            flat = self._zero.single_partition_of_fp32_groups[group]
+            begin, position = self._rank * flat.numel(), 0
+            for parameter in parameters:
+                numel = parameter.numel()
+                low, high = max(position, begin), min(position + numel, begin + flat.numel())
+                if low < high:
+                    name, shape = self._names[id(parameter)], tuple(parameter.shape)
+                    yield Fragment(name, shape, low - position, flat, low - begin, high - low)
+                position += numel
+
+    def flats(self) -> list[tuple[int, torch.Tensor]]:
+        """See `ZeroParts`."""
+        return list(enumerate(self._zero.single_partition_of_fp32_groups))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """See `ZeroParts`."""
+        zero, out = self._zero, []
+        if zero.cpu_offload:
+            return [flat.grad for flat in zero.single_partition_of_fp32_groups]
+        for group in range(len(zero.bit16_groups)):
+            parts = zero.averaged_gradients[group]
+            whole = getattr(parts, "flat_partition", None)
+            if whole is not None:
+                out.append(whole)
+                continue
+            tensors = self._in_fp32(parts)
+            if tensors[0] is not parts[0]:
+                zero.averaged_gradients[group] = tensors
+            out += tensors
+        return out
+
+    def clear(self) -> None:
+        """See `ZeroParts`."""
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+        for group in range(len(zero.bit16_groups)):
+            zero.averaged_gradients[group] = None
+            zero.all_grad_tensors[group] = None
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        zero._release_ipg_buffers()  # noqa: SLF001
+        zero.micro_step_id = -1
+
+    def publish(self) -> None:
+        """See `ZeroParts`."""
+        self._zero.update_lp_params()
+
+
+class PartsOfStage3(ZeroParts):
+    """Each parameter is cut into equal parts, padded; the parts of a group lie one behind the other."""
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See `ZeroParts`."""
+        for group, parameters in enumerate(self._zero.fp16_groups):
+            offset, flat = 0, self._zero.fp32_partitioned_groups_flat[group]
+            for parameter in parameters:
+                start, numel = self._range(parameter)
+                if numel:
+                    yield Fragment(self._names[id(parameter)], tuple(parameter.ds_shape), start, flat, offset, numel)
+                offset += parameter.partition_numel()
+
+    def flats(self) -> list[tuple[int, torch.Tensor]]:
+        """See `ZeroParts`."""
+        zero = self._zero
+        return [(zero.sub_group_to_group_id[i], flat) for i, flat in enumerate(zero.fp32_partitioned_groups_flat)]
+
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        """First element and number of elements of this rank's part, without padding."""
+        start = self._rank * parameter.partition_numel()
+        return start, max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
+
+    def _held(self, parameter: Any) -> tuple[tuple[int, ...], int, torch.Tensor]:
+        start, numel = self._range(parameter)
+        return tuple(parameter.ds_shape), start if numel else 0, parameter.ds_tensor.detach().narrow(0, 0, numel)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """See `ZeroParts`."""
+        zero, out = self._zero, []
+        if zero.offload_optimizer:
+            return [flat.grad for flat in zero.fp32_partitioned_groups_flat]
+        for group in range(len(zero.fp16_groups)):
+            parts = zero.averaged_gradients[group]
+            tensors = self._in_fp32(parts)
+            if tensors[0] is not parts[0]:
+                zero.averaged_gradients[group] = tensors
+            out += tensors
+        return out
+
+    def clear(self) -> None:
+        """See `ZeroParts`."""
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        if zero.offload_optimizer:
+            zero.reset_cpu_buffers()
+        zero.averaged_gradients = {}
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear_params()
+        for key in zero.params_already_reduced:
+            zero.params_already_reduced[key] = False
+
+    def publish(self) -> None:
+        """See `ZeroParts`."""
+        zero = self._zero
+        zero._partition_all_parameters()  # noqa: SLF001  (those that stay gathered hold old values)
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)  # noqa: SLF001
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def partition(parameters: Iterable[nn.Parameter], init: Any) -> None:
+    """Cut whole parameters for stage 3, as ``deepspeed.zero.Init`` does, but without broadcasting: all ranks have them.
+
+    `init` is a ``deepspeed.zero.Init`` that is not entered.
+    """
+    for parameter in parameters:
+        init._convert_to_deepspeed_param(parameter)  # noqa: SLF001
+        parameter.partition()  # type: ignore[attr-defined]
+
+
+def lend_group(deepspeed: Any) -> None:
+    """Let DeepSpeed work on the default process group itself; by its own it would make a second one like it."""
+    deepspeed.utils.groups._WORLD_GROUP = torch.distributed.group.WORLD  # noqa: SLF001
+
+
+def take_back_group(deepspeed: Any) -> None:
+    """DeepSpeed keeps groups in globals; one that outlives its run hangs whoever forks and then lets go of it."""
+    deepspeed.utils.groups._WORLD_GROUP = None  # noqa: SLF001
+    deepspeed.comm.comm.cdb = None
+
+
+def count_devices_once(accelerator: Any) -> None:
+    """On CPU each question for the number of devices starts a subprocess, and every reduction of stage 3 asks."""
+    if not hasattr(accelerator.device_count, "cache_info"):
+        accelerator.device_count = functools.cache(accelerator.device_count)
+
+
+def without_shared_memory_op(deepspeed: Any) -> None:
+    """Keep DeepSpeed from compiling its shared-memory all-reduce, which serves inference only."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
