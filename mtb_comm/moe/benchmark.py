@@ -47,7 +47,7 @@ def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, An
     for number, settings in enumerate(work.points):
         if ctx.rank == 0:
             worker.progress({"point": number + 1, "points": len(work.points)})
-        done = _Point(settings, ctx, worker).measure()
+        done = Point(settings, ctx, worker).measure()
         if done is None:
             break
         rows.append(done)
@@ -63,7 +63,7 @@ def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, An
     }
 
 
-class _Point:
+class Point:
     """One point on one rank."""
 
     def __init__(self, settings: RouteSettings, ctx: RankContext, worker: Worker) -> None:

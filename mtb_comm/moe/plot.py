@@ -40,8 +40,8 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         above = [t["p95"] - t["p50"] for t in times]
         time_axes.errorbar(factors, middle, [below, above], marker="o", capsize=3, label=f"Zipf s = {skew:g}")
         drop_axes.plot(factors, [100 * r["drop_rate"] for r in line], marker="o", label=f"Zipf s = {skew:g}")
-    time_axes.set(ylabel="iteration, ms (median; minimum to 95th percentile)", ylim=(0, None))
-    drop_axes.set(ylabel="dropped slots, %", ylim=(0, None))
+    time_axes.set(ylabel="ms", ylim=(0, None), title="iteration: median, minimum to 95th percentile")
+    drop_axes.set(ylabel="%", ylim=(0, None), title="dropped slots")
     for axes in (time_axes, drop_axes):
         axes.set_xlabel("capacity factor")
         axes.grid(alpha=0.3)
