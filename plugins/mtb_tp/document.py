@@ -119,7 +119,7 @@ def _mark(status: str) -> str:
 
 
 def _table(title: str, *headings: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     for heading in headings:
         fixed = heading not in ("collectives", "mistake", "seen in")
         table.add_column(heading, justify="right" if heading in right else "left", no_wrap=fixed)
