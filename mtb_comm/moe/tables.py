@@ -23,9 +23,7 @@ def print_route(document: Mapping[str, Any]) -> None:
 
 def print_sweep(document: Mapping[str, Any]) -> None:
     """Show the document of ``mtb moe sweep``."""
-    table = _table(
-        ("capacity factor", "Zipf s", "drop rate", "imbalance", "padding", "iteration ms", "communication", "check")
-    )
+    table = _table(("factor", "Zipf s", "drop rate", "imbalance", "padding", "ms (p50)", "communication", "check"))
     for row in document["results"]:
         table.add_row(
             _factor(row),
@@ -33,11 +31,15 @@ def print_sweep(document: Mapping[str, Any]) -> None:
             f"{row['drop_rate']:.1%}",
             f"{row['requested_imbalance_ratio']:.2f} -> {row['load_imbalance_ratio']:.2f}",
             f"{row['padding_waste']:.1%}",
-            f"{row['time_ms']['iteration']['mean']:.3f}",
+            f"{row['time_ms']['iteration']['p50']:.3f}",
             f"{row['communication_share']:.1%}",
             "off" if row["check"] is None else row["status"],
         )
-    _print(_title(document), table, "imbalance: max/mean over experts of what tokens asked for -> of what experts took")
+    note = (
+        "factor: of capacity; imbalance: max/mean over experts of what tokens asked for -> of what experts took;\n"
+        "ms: forward and backward on the slowest rank"
+    )
+    _print(_title(document), table, note)
 
 
 def _title(document: Mapping[str, Any]) -> str:
