@@ -39,7 +39,8 @@ class Check:
         name: ``group.what``.
         title: what must hold, one sentence.
         mistake: what an author whose strategy fails here has probably done.
-        ranks: ``"all"`` world sizes, ``"several"`` (those above one), or ``"most"``: the largest one only.
+        ranks: ``"all"`` world sizes, ``"several"`` (those above one), ``"fewest"``: the smallest
+            of those (one, where there is none), or ``"most"``: the largest one only.
         needs: capabilities without which it is skipped.
         function: raises `Mismatch` where it does not hold, `Skip` where it does not apply; may return figures.
     """
@@ -47,7 +48,7 @@ class Check:
     name: str
     title: str
     mistake: str
-    ranks: Literal["all", "several", "most"]
+    ranks: Literal["all", "several", "fewest", "most"]
     needs: tuple[str, ...]
     function: CheckFunction
 
@@ -106,7 +107,7 @@ def check(
     title: str,
     *,
     mistake: str,
-    ranks: Literal["all", "several", "most"] = "all",
+    ranks: Literal["all", "several", "fewest", "most"] = "all",
     needs: tuple[str, ...] = (),
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Add a function to the kit's checks."""
@@ -131,14 +132,14 @@ def cases(world_sizes: Sequence[int], only: Sequence[str] = ()) -> list[Case]:
     Raises:
         ConfigError: a pattern that matches nothing.
     """
-    found = [Case(c, n) for c in all_checks() for n in _ranks_of(c, world_sizes)]
     for pattern in only:
-        if not any(_matches(case, pattern) for case in found):
+        if not any(_matches(Case(c, n), pattern) for c in all_checks() for n in world_sizes):
             names = [c.name for c in all_checks()]
             raise ConfigError(
-                f"No check matches '{pattern}'.{nearest(pattern, names)} Valid: a name, or a pattern like 'parity.*' or "
-                f"'*@3', of: {', '.join(names)}."
+                f"No check matches '{pattern}'.{nearest(pattern, [*_GROUPS, *names])} Valid: a check's name "
+                f"(`mtb plugins check NAME --list`), a group ({', '.join(_GROUPS)}), or a pattern like 'parity.*' or '*@3'."
             )
+    found = [Case(c, n) for c in all_checks() for n in _ranks_of(c, world_sizes)]
     return [case for case in found if not only or any(_matches(case, pattern) for pattern in only)]
 
 
@@ -151,6 +152,8 @@ def _matches(case: Case, pattern: str) -> bool:
 def _ranks_of(check: Check, world_sizes: Sequence[int]) -> list[int]:
     if check.ranks == "most":
         return [max(world_sizes)]
+    if check.ranks == "fewest":
+        return [min((n for n in world_sizes if n > 1), default=1)]
     return [n for n in world_sizes if check.ranks == "all" or n > 1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -70,7 +71,7 @@ def test_the_list_runs_nothing(capsys):
 )
 def test_what_cannot_be_checked_is_refused(arguments, text, capsys, monkeypatch):
     """Wrong names, numbers and options give 2 before any rank starts."""
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     assert main(["plugins", "check", *arguments]) == 2
     assert text in capsys.readouterr().err
 
