@@ -1,9 +1,10 @@
 """The latency-bandwidth model t(S) = alpha + S / beta, fitted to measured points. Pure.
 
 Hockney's model ("The communication challenge for MPP", Parallel Computing 20, 1994). Times range over orders of
-magnitude, so it is the *relative* error that is made small, by weighted least squares on each size's median; Huber's
-weights, reweighted until they settle, keep single odd sizes from bending the line (Huber, "Robust Statistics", 1981;
-1.345 and 1.4826 are his constants for normal errors).
+magnitude, and the relative noise of small ones is larger: the median of each size counts with 1/t^1.5, between equal
+absolute (1) and equal relative (1/t^2) errors. So alpha comes from small sizes and beta from large ones, also where a
+link lets short bursts through faster than its rate. Huber's weights, reweighted until they settle, keep single odd
+sizes from bending the line (Huber, "Robust Statistics", 1981; 1.345 and 1.4826 are his constants for normal errors).
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from .definitions import bus_factor
 CALIBRATION_SCHEMA = 1
 SERIES = ("operation", "dtype", "reduction", "in_place", "split", "world_size")
 
+_POWER = 1.5
 _HUBER = 1.345
 _MAD_TO_SIGMA = 1.4826
 _ROUNDS = 50
+#: A point that alone decides where the line goes would count as infinitely far off without itself.
+_LEAST_FREE = 1e-3
 #: Medians repeat to about this, relatively. Points so close to the line are never taken for odd, which with few points
 #: (two of three always lie on a line) keeps the errors honest.
 _NOISE = 0.05
@@ -51,12 +55,14 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line | None:
     if len(set(sizes)) < 2:
         return None
     factors = [1.0] * len(sizes)
+    # What a relative residual weighs at each size, beside one of the longest time.
+    shares = [(t / max(seconds)) ** (1 - _POWER / 2) for t in seconds]
     alpha = slope = 0.0
     for _ in range(_ROUNDS):
         former = (alpha, slope)
         alpha, slope = _solve(sizes, seconds, factors)
         residuals = [(alpha + slope * s - t) / t for s, t in zip(sizes, seconds, strict=True)]
-        factors = _huber(residuals)
+        factors = _huber([r * share for r, share in zip(residuals, shares, strict=True)])
         if all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(former, (alpha, slope), strict=True)):
             break
     if slope <= 0:
@@ -112,9 +118,13 @@ def _fit_of(series: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
+def _weights(seconds: Sequence[float], factors: Sequence[float]) -> list[float]:
+    return [f / t**_POWER for f, t in zip(factors, seconds, strict=True)]
+
+
 def _solve(sizes: Sequence[float], seconds: Sequence[float], factors: Sequence[float]) -> tuple[float, float]:
     """Weighted least squares with neither part negative."""
-    weights = [f / t**2 for f, t in zip(factors, seconds, strict=True)]
+    weights = _weights(seconds, factors)
     total = sum(weights)
     mean_s = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total
     mean_t = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
@@ -139,13 +149,21 @@ def _huber(residuals: Sequence[float]) -> list[float]:
 def _errors(
     sizes: Sequence[float], seconds: Sequence[float], factors: Sequence[float], residuals: Sequence[float]
 ) -> tuple[float | None, float | None]:
-    """Standard errors of alpha and slope, by the usual formulas of weighted least squares."""
-    free = len(sizes) - 2
-    if free < 1:
+    """Standard errors of alpha and slope, whatever the noise of each size is.
+
+    The estimator HC3, close to a jackknife (MacKinnon and White, Journal of Econometrics 29, 1985): each residual counts
+    as if its own point had been left out of the fit.
+    """
+    if len(sizes) < 3:
         return None, None
-    weights = [f / t**2 for f, t in zip(factors, seconds, strict=True)]
-    variance = sum(f * r * r for f, r in zip(factors, residuals, strict=True)) / free
+    weights = _weights(seconds, factors)
     total = sum(weights)
     mean_s = sum(w * s for w, s in zip(weights, sizes, strict=True)) / total
     spread = sum(w * (s - mean_s) ** 2 for w, s in zip(weights, sizes, strict=True))
-    return math.sqrt(variance * (1 / total + mean_s**2 / spread)), math.sqrt(variance / spread)
+    alpha = slope = 0.0
+    for w, s, t, r in zip(weights, sizes, seconds, residuals, strict=True):
+        leverage = w * (1 / total + (s - mean_s) ** 2 / spread)
+        pull = w * r * t / max(1 - leverage, _LEAST_FREE)
+        alpha += (pull * (1 / total - mean_s * (s - mean_s) / spread)) ** 2
+        slope += (pull * (s - mean_s) / spread) ** 2
+    return math.sqrt(alpha), math.sqrt(slope)
