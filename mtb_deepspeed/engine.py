@@ -39,7 +39,7 @@ def import_deepspeed(device: str) -> Any:
             "installation (`mtb doctor` imports it, too), or use another strategy."
         ) from error
     for handler in logging.getLogger("DeepSpeed").handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:  # its own, which no subclass is
             handler.setStream(sys.stderr)
     if accelerator.device_name() != kind:
         raise RunFailed(
@@ -90,26 +90,24 @@ def engine_settings(options: DeepSpeedOptions, job: Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def joined(deepspeed: Any, ctx: RankContext) -> Iterator[None]:
-    """Set DeepSpeed up on core's process group, inside; what fails there leaves nothing behind. See `leave`."""
-    try:
-        # Whoever launched the ranks may not have said what DeepSpeed reads of the environment.
-        with _environment(LOCAL_RANK=str(ctx.local_rank)), contextlib.redirect_stdout(sys.stderr):
-            private.lend_group(deepspeed)
-            deepspeed.init_distributed(dist_backend=ctx.backend, dist_init_required=False, verbose=False)
+    """DeepSpeed works on core's process group, inside; afterwards it has forgotten that, for core will destroy it.
+
+    DeepSpeed reads the local rank from the environment, where it is not if nobody launched this process.
+    """
+    with _environment(LOCAL_RANK=str(ctx.local_rank)):
+        private.lend_group(deepspeed)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                deepspeed.init_distributed(dist_backend=ctx.backend, dist_init_required=False, verbose=False)
             yield
-    except BaseException:
-        leave(deepspeed)
-        raise
-
-
-def leave(deepspeed: Any) -> None:
-    """Forget the process group, which core is about to destroy."""
-    private.take_back_group(deepspeed)
+        finally:
+            private.take_back_group(deepspeed)
 
 
 def make_engine(deepspeed: Any, module: nn.Module, optimizer: Any, settings: dict[str, Any]) -> Any:
     """DeepSpeed's engine over a filled module. All ranks, `joined`."""
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
+    with contextlib.redirect_stdout(sys.stderr):
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     # The strategy calls for the reduction itself, after it has looked for parameters without gradient.
     engine.enable_backward_allreduce = False
     return engine

@@ -205,6 +205,13 @@ class PartsOfStage3(ZeroParts):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
+def zero_parts(engine: Any, stage: int, rank: int) -> ZeroParts | None:
+    """The parts of the engine's ZeRO optimizer; None at stage 0, where parameters and optimizer are plain."""
+    if not stage:
+        return None
+    return (PartsOfStage3 if stage == 3 else PartsOfStage12)(engine, rank)
+
+
 def partition(parameters: Iterable[nn.Parameter], init: Any) -> None:
     """Cut whole parameters for stage 3, as ``deepspeed.zero.Init`` does, but without broadcasting: all ranks have them.
 

@@ -6,8 +6,8 @@ clipping, metrics and checkpoints are core's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import attrs
@@ -18,9 +18,9 @@ from torch import nn
 from mtb_core import Job, MicroBatch, MissingGradient, Piece, Prepared, Shards, State, Strategy, fragment_pieces
 
 from .build import Built, build
-from .engine import engine_settings, import_deepspeed, joined, leave, make_engine, used_parameters
+from .engine import engine_settings, import_deepspeed, joined, make_engine, used_parameters
 from .options import DeepSpeedOptions, settled
-from .private import PartsOfStage3, PartsOfStage12, ZeroParts
+from .private import ZeroParts, zero_parts
 from .state import zero_state
 
 
@@ -35,7 +35,6 @@ class _Engine:
         used: parameters that the micro-batches since the last reduction have used.
     """
 
-    deepspeed: Any
     engine: Any
     ranks: int
     rank: int
@@ -46,6 +45,7 @@ class _Engine:
     low: list[tuple[torch.Tensor, torch.Tensor]]
     buffers: list[tuple[str, torch.Tensor]]
     persistent: frozenset[str]
+    release: Callable[[], None]
     boundary: bool = True
     reduces: bool = True
     used: set[int] = attrs.field(factory=set)
@@ -59,30 +59,31 @@ class DeepSpeedStrategy(Strategy):
         options: DeepSpeedOptions = settled(job.options, job.config)
         deepspeed = import_deepspeed(job.ctx.device)
         settings = engine_settings(options, job)
-        with joined(deepspeed, job.ctx):
-            built: Built = build(job, deepspeed, settings)
+        with ExitStack() as stack:
+            stack.enter_context(joined(deepspeed, job.ctx))
+            built = build(job, deepspeed, settings)
             optimizer = job.make_optimizer(built.module)
             engine = make_engine(deepspeed, built.module, optimizer, settings)
-        stage = int(options.stage or 0)
-        kinds: dict[int, type[ZeroParts]] = {1: PartsOfStage12, 2: PartsOfStage12, 3: PartsOfStage3}
-        parts = kinds[stage](engine, job.ctx.rank) if stage else None
-        core: nn.Module = engine.module
-        frozen, low = _frozen(parts, built) if parts is not None else ({}, [])
-        if parts is not None:
-            _restore_precision(parts, built)
-        held = _Engine(
-            deepspeed,
-            engine,
-            ranks=job.ctx.layout.data_size,
-            rank=job.ctx.rank,
-            stage=stage,
-            parts=parts,
-            trainable={id(p): name for name, p in core.named_parameters() if p.requires_grad},
-            frozen=frozen,
-            low=low,
-            buffers=list(core.named_buffers()),
-            persistent=frozenset(core.state_dict(keep_vars=True).keys()),
-        )
+            stack.callback(engine.destroy)
+            stage = int(options.stage or 0)
+            parts = zero_parts(engine, stage, job.ctx.rank)
+            frozen, low = _frozen(parts, built) if parts is not None else ({}, [])
+            if parts is not None:
+                _restore_precision(parts, built)
+            core: nn.Module = engine.module
+            held = _Engine(
+                engine,
+                ranks=job.ctx.layout.data_size,
+                rank=job.ctx.rank,
+                stage=stage,
+                parts=parts,
+                trainable={id(p): name for name, p in core.named_parameters() if p.requires_grad},
+                frozen=frozen,
+                low=low,
+                buffers=list(core.named_buffers()),
+                persistent=frozenset(core.state_dict(keep_vars=True).keys()),
+                release=stack.pop_all().close,
+            )
         return Prepared(engine, core, optimizer, held)
 
     def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
@@ -138,10 +139,9 @@ class DeepSpeedStrategy(Strategy):
                     low.copy_(full)
 
     def close(self, prepared: Prepared) -> None:
-        """Remove the engine's hooks."""
+        """Remove the engine's hooks, and let go of the process group."""
         held: _Engine = prepared.engine
-        held.engine.destroy()
-        leave(held.deepspeed)
+        held.release()
 
 
 @contextmanager
