@@ -34,6 +34,7 @@ PLUGINS = ("mtb_ddp", "mtb_fsdp", "mtb_deepspeed", "mtb_tp", "mtb_comm", "mtb_pr
 _RANKS = {
     "all": "At every number of ranks.",
     "several": "At every number of ranks above one.",
+    "fewest": "At the smallest number of ranks above one.",
     "most": "At the largest number of ranks.",
 }
 LAYERS = (

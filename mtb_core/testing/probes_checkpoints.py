@@ -89,7 +89,7 @@ class KillInSave(Probe):
     rank: int
     point: str
 
-    def observer(self, stage: Stage) -> object:
+    def observer(self, stage: Stage) -> object:  # noqa: ARG002  (as every probe)
         """See the class."""
         return _KillInSave(self)
 

@@ -122,7 +122,7 @@ def optimizer_state(lab: Lab, ranks: int) -> None:
     """AdamW with the settings of the parity checks; SGD with momentum."""
     adam, adam_reference = lab.done(training(ranks)), lab.done(training(1, subject=False))
     _moments(lab, adam, adam_reference, ("exp_avg", "exp_avg_sq", "step"), (1, 4))
-    sgd = {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1, "steps": 2, "states": (1, 2)}
+    sgd: Mapping[str, Any] = {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1, "steps": 2, "states": (1, 2)}
     run, reference = lab.done(episode(ranks, **sgd)), lab.done(episode(1, subject=False, **sgd))
     _moments(lab, run, reference, ("momentum_buffer",), (1, 2))
 

@@ -1,0 +1,200 @@
+"""Probes for checks of processes: what a rank has open, which groups it is in, and which hooks are called."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from mtb_core.api.hooks import hookimpl
+from mtb_core.api.strategy import Strategy
+from mtb_core.api.values import MicroBatch, Prepared
+from mtb_core.registry.run_hooks import METHODS
+
+from .episodes import Probe
+from .stage import RankTrace, Stage
+
+_TENSOR = "torch.distributed.tensor"
+#: Threads and connections of a group that was destroyed may take so long to go.
+_SETTLE_S = 2.0
+
+
+@attrs.frozen
+class Groups(Probe):
+    """Notes the process groups before ``prepare`` and after ``close``, name to ranks, as ``groups``."""
+
+    def observer(self, stage: Stage) -> object:
+        """See the class."""
+        return _Groups(stage)
+
+
+class _Groups:
+    def __init__(self, stage: Stage) -> None:
+        self._seen: dict[str, dict[str, list[int]]] = stage.trace.notes.setdefault("groups", {})
+
+    @hookimpl(wrapper=True)
+    def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
+        self._seen["before"] = _groups()
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def mtb_close(self) -> Generator[None, None, None]:
+        yield
+        self._seen["after"] = _groups()
+
+
+def _groups() -> dict[str, list[int]]:
+    """Groups of this process; torch has no public list of them."""
+    world = dist.distributed_c10d._world  # noqa: SLF001
+    return {world.pg_names[group]: sorted(world.pg_group_ranks.get(group, {})) for group in world.pg_map}
+
+
+@attrs.frozen
+class Leftovers(Probe):
+    """Notes what the process has after a run that it had not before, its groups gone: ``threads`` and ``files``.
+
+    Both are counts by name; of files also what kind of socket.
+    """
+
+    def observer(self, stage: Stage) -> object:  # noqa: ARG002  (it only looks from outside the run)
+        """See the class."""
+        return _Nothing()
+
+    def around(self, trace: RankTrace) -> contextlib.AbstractContextManager[None]:
+        """See the class."""
+        return _leftovers(trace)
+
+
+class _Nothing:
+    @hookimpl
+    def mtb_run_finished(self) -> None:
+        """Every run plugin implements a hook."""
+
+
+@contextlib.contextmanager
+def _leftovers(trace: RankTrace) -> Iterator[None]:
+    before = _threads(), _files()
+    yield
+    _clear_caches_of_torch()
+    gc.collect()
+    trace.notes["threads"] = _more(_threads, before[0])
+    trace.notes["files"] = _more(_files, before[1])
+
+
+def _clear_caches_of_torch() -> None:
+    """Let go of the meshes that torch's caches of sharded operations keep, and with them their groups."""
+    if _TENSOR not in sys.modules:
+        return
+    torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001  (there is no public way)
+    gc.unfreeze()  # what a forked rank has inherited is hidden from the next line otherwise
+    kept = type(functools.lru_cache(_groups))
+    # Not isinstance, which has torch warn of some of its own objects.
+    for cached in [o for o in gc.get_objects() if type(o) is kept]:
+        if (getattr(cached, "__module__", None) or "").startswith(_TENSOR):
+            cached.cache_clear()
+    for module in [m for name, m in sys.modules.items() if name.startswith(_TENSOR)]:
+        for name, value in vars(module).items():
+            if "cache" in name.lower() and isinstance(value, dict):
+                value.clear()
+
+
+def _more(count: Callable[[], Counter[str]], before: Counter[str]) -> dict[str, int]:
+    """What there is more than before, when that no longer changes or patience has ended."""
+    deadline = time.monotonic() + _SETTLE_S
+    more = count() - before
+    while more and time.monotonic() < deadline:
+        time.sleep(0.05)  # what is left is the system's to close; nothing tells when it has
+        more = count() - before
+    return dict(more)
+
+
+def _threads() -> Counter[str]:
+    """Threads of this process by name; those that Python knows by Python's name."""
+    python = {thread.native_id: thread.name for thread in threading.enumerate()}
+    seen: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            seen[python.get(int(task.name)) or (task / "comm").read_text().strip()] += 1
+    return seen
+
+
+def _files() -> Counter[str]:
+    """Open descriptors of this process by what they lead to."""
+    listening = _listening()
+    seen: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            target = str(entry.readlink())
+            if target.startswith("socket:"):
+                inode = target[len("socket:[") : -1]
+                target = f"socket listening on port {listening[inode]}" if inode in listening else "socket"
+            elif target.startswith("pipe:"):
+                target = "pipe"
+            seen[target] += 1
+    return seen
+
+
+def _listening() -> dict[str, int]:
+    """Ports by the inode of the socket that listens on them."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    found[fields[9]] = int(fields[1].rpartition(":")[2], 16)
+    return found
+
+
+@attrs.frozen
+class HookCalls(Probe):
+    """Counts by step how often each method of the strategy is called, under ``hook_calls``.
+
+    Step 0 is before the first step; calls that the strategy makes to its own methods count too.
+    """
+
+    def observer(self, stage: Stage) -> object:
+        """See the class."""
+        return _HookCalls(stage)
+
+
+class _HookCalls:
+    def __init__(self, stage: Stage) -> None:
+        self._seen: dict[int, Counter[str]] = stage.trace.notes.setdefault("hook_calls", {})
+        self._step = 0
+        make = stage.make_strategy
+        stage.make_strategy = lambda: self._counted(make())  # type: ignore[method-assign]
+
+    def _counted(self, strategy: Strategy) -> Strategy:
+        """The same object, of a subclass whose methods count and then do what they did."""
+        own = type(strategy)
+        methods = {n: m for n in METHODS if inspect.isfunction(m := inspect.getattr_static(own, n))}
+        strategy.__class__ = type(own.__name__, (own,), {n: self._counting(n, m) for n, m in methods.items()})
+        return strategy
+
+    def _counting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)  # pluggy looks at the arguments' names
+        def call(*values: Any, **named: Any) -> Any:
+            self._seen.setdefault(self._step, Counter())[name] += 1
+            return method(*values, **named)
+
+        return call
+
+    @hookimpl(wrapper=True)
+    def mtb_micro_batch(
+        self, micro: MicroBatch
+    ) -> Generator[None, contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        self._step += micro.index == 0
+        return (yield)
