@@ -13,7 +13,7 @@ from .api import *  # noqa: F403  (the public contract is re-exported under one 
 
 if TYPE_CHECKING:
     from .api.state import create_missing_state, module_state
-    from .cli.options import GroupedCommand, GroupedOption
+    from .cli.options import GroupedCommand, GroupedOption, given_settings, setting_options
     from .cli.train import train_command
     from .config import TrainConfig, load_config
     from .launch.worker import external_launcher
@@ -45,6 +45,7 @@ _LAZY = {
     "external_launcher": ".launch.worker",
     "from_rank_zero": ".ranks.agree",
     "gather_objects": ".ranks.agree",
+    "given_settings": ".cli.options",
     "load_config": ".config",
     "module_state": ".api.state",
     "percentile": ".measure.statistics",
@@ -53,6 +54,7 @@ _LAZY = {
     "run": ".running",
     "run_ranks": ".launching",
     "same_on_all": ".ranks.agree",
+    "setting_options": ".cli.options",
     "summarize": ".measure.statistics",
     "train_command": ".cli.train",
     "write_json": ".measure.jsonio",
@@ -75,6 +77,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "external_launcher",
     "from_rank_zero",
     "gather_objects",
+    "given_settings",
     "load_config",
     "module_state",
     "percentile",
@@ -83,6 +86,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "run",
     "run_ranks",
     "same_on_all",
+    "setting_options",
     "summarize",
     "train_command",
     "write_json",

@@ -20,6 +20,7 @@ from mtb_core.api.records import StepRecord
 from mtb_core.api.values import Job, MicroBatch, Prepared
 from mtb_core.config.schema import IGNORE_LABEL
 from mtb_core.data.loader import Loader, StepBatch
+from mtb_core.measure.ranges import named_range
 from mtb_core.model.loss import LossFunction
 from mtb_core.ranks.agree import gather_objects
 from mtb_core.ranks.signals import StopFlag
@@ -139,7 +140,8 @@ class Trainer:
         self._check(number)
         norm_squared = squared_norm(shards, self._device)
         waiting = clock()
-        self._batch = self._loader.next()
+        with named_range("mtb:data"):  # the only part of a step that no run hook can see
+            self._batch = self._loader.next()
         fetched = clock()
         agreed = self._agree(local_loss if self._leads else 0.0, norm_squared, self._batch)
         self._valid = agreed.next_valid
