@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mtb_core import RankContext, Worker, dumps, environment, gather_objects, same_on_all
 
-from .check import TOLERANCE, Inputs, compare, failures, loss_of
+from .check import TOLERANCE, Inputs, compare, differentiate, failures
 from .clock import Clock
 from .distributions import preference
 from .exchange import Exchange
@@ -103,7 +103,7 @@ class Point:
             phases.append(self.clock.phases())
         losses = torch.stack([passed.load_balancing.detach(), passed.z_loss.detach()])
         dist.all_reduce(losses)
-        record = RankRecord(passed.traffic, tuple(phases), self.exchange.count_bytes)
+        record = RankRecord(passed.traffic(), tuple(phases), self.exchange.count_bytes)
         out = row(self.settings, gather_objects(self.ctx, record))
         out["load_balance_loss"], out["z_loss"] = losses.tolist()
         out["router_loss_first"] = None if self.learned is None else self.learned.loss_first
@@ -126,7 +126,7 @@ class Point:
         passed: Passed = self.layer(
             self.inputs.x, self.inputs.preference, total=self.settings.tokens_per_rank * self.ctx.world_size
         )
-        loss_of(passed, self.inputs.cotangent, self.layer).backward()
+        differentiate(passed, self.inputs.cotangent, self.layer)
         self.clock.lap("backward")
         return passed
 

@@ -45,11 +45,18 @@ class _Part:
     dropped: int
 
 
-def loss_of(passed: Passed, cotangent: Tensor, layer: MoELayer) -> Tensor:
-    """This rank's share of the scalar that is differentiated: ``sum(output * cotangent)`` and both weighted losses."""
+def differentiate(passed: Passed, cotangent: Tensor, layer: MoELayer) -> None:
+    """Backward pass of this rank's share of ``sum(output * cotangent)`` and both weighted losses; called by all ranks."""
     settings = layer.settings
-    out: Tensor = (passed.output * cotangent).sum()
-    return out + settings.aux_weight * passed.load_balancing + settings.z_weight * passed.z_loss
+    roots = [
+        (passed.output, cotangent),
+        (passed.load_balancing, torch.full_like(passed.load_balancing, settings.aux_weight)),
+        (passed.z_loss, torch.full_like(passed.z_loss, settings.z_weight)),
+    ]
+    # Where experts choose there is no load to balance, and that loss is a constant.
+    roots = [(value, grad) for value, grad in roots if value.requires_grad]
+    values, grads = zip(*roots, strict=True)
+    torch.autograd.backward(values, grads)
 
 
 def compare(ctx: RankContext, layer: MoELayer, inputs: Inputs, passed: Passed) -> dict[str, float]:
@@ -75,7 +82,7 @@ def _part(layer: MoELayer, inputs: Inputs, passed: Passed) -> _Part:
         experts=[p.detach().cpu() for p in parameters],
         expert_grads=[_cpu(p.grad) for p in parameters],
         losses=(passed.load_balancing.item(), passed.z_loss.item()),
-        dropped=passed.traffic.dropped_slots,
+        dropped=passed.traffic().dropped_slots,
     )
 
 

@@ -10,7 +10,7 @@ from .admission import Admission, admit, choose_tokens
 from .exchange import Exchange
 from .experts import Experts
 from .gating import load_balancing_share, probabilities, slot_weights, z_loss_share
-from .permutation import Slots, by_own_expert, permute, sort_by_expert, unpermute
+from .permutation import by_own_expert, permute, sort_by_expert, unpermute
 from .placement import capacity_per_expert, experts_per_rank
 from .seeds import generator
 from .settings import RouteSettings
@@ -46,16 +46,6 @@ class Traffic:
 
 
 @attrs.frozen
-class Passed:
-    """The outcome of a pass: `output` [T, d], this rank's shares of the two losses, and what was moved."""
-
-    output: Tensor
-    load_balancing: Tensor
-    z_loss: Tensor
-    traffic: Traffic
-
-
-@attrs.frozen
 class _Routed:
     """Slots of this rank by token, before they are sorted; `through` [T] is what of each token passes unchanged."""
 
@@ -66,8 +56,35 @@ class _Routed:
     load_balancing: Tensor
     capacity: int | None
     through: Tensor | None = None
-    overflowed: int = 0
-    dropped: int = 0
+    admission: Admission | None = None
+
+
+@attrs.frozen
+class Passed:
+    """The outcome of a pass: `output` [T, d] and this rank's shares of the two losses; `traffic` counts what it moved."""
+
+    output: Tensor
+    load_balancing: Tensor
+    z_loss: Tensor
+    _routed: _Routed
+    _per_expert: list[int]
+    _send: list[int]
+    _receive: list[int]
+
+    def traffic(self) -> Traffic:
+        """Counted now rather than in the pass, whose time it would add to."""
+        tokens, admission = self.output.shape[0], self._routed.admission
+        return Traffic(
+            requested=self._routed.requested.tolist(),
+            per_expert=self._per_expert,
+            send=self._send,
+            receive=self._receive,
+            tokens=tokens,
+            overflowed_slots=0 if admission is None else int(admission.overflowed.sum()),
+            dropped_slots=0 if admission is None else int((~admission.placed).sum()),
+            dropped_tokens=tokens - int(self._routed.token.unique().shape[0]),
+            capacity=self._routed.capacity,
+        )
 
 
 class MoELayer(nn.Module):
@@ -122,26 +139,28 @@ class MoELayer(nn.Module):
         rows = permute(x, slots)
         lap("permute")
         received = exchange.swap_counts(slots.per_expert, self.per_rank)
-        send = [int(part.sum()) for part in slots.per_expert.split(self.per_rank)]
-        receive: list[int] = received.sum(dim=1).tolist()
+        # One copy to the host, which is all that it waits for the device.
+        counts = torch.cat((slots.per_expert, received.sum(dim=1), received.sum(dim=0))).cpu()
+        per_expert, receive, own = counts.split([slots.per_expert.shape[0], *received.shape])
+        send = [int(part.sum()) for part in per_expert.split(self.per_rank)]
         lap("count_exchange")
 
-        rows = exchange.rows(rows, send, receive, "dispatch")
-        order, back = by_own_expert(received)
+        rows = exchange.rows(rows, send, receive.tolist(), "dispatch")
+        order, back = by_own_expert(received, rows.shape[0])
         rows = rows.index_select(0, order)
         lap("permute")
-        rows = self.experts(rows, received.sum(dim=0).tolist())
+        rows = self.experts(rows, own.tolist())
         lap("expert")
         rows = rows.index_select(0, back)
         lap("unpermute")
-        rows = exchange.rows(rows, receive, send, "combine")
+        rows = exchange.rows(rows, receive.tolist(), send, "combine")
 
         output = unpermute(rows, slots, x.shape[0])
         if routed.through is not None:
             output = output + routed.through[:, None] * x
         output = output.to(x.dtype)
         lap("unpermute")
-        return Passed(output, routed.load_balancing, z_loss, _traffic(routed, slots, send, receive, x.shape[0]))
+        return Passed(output, routed.load_balancing, z_loss, routed, per_expert.tolist(), send, receive.tolist())
 
     def _route(self, logits: Tensor, preference: Tensor, total: int) -> _Routed:
         settings = self.settings
@@ -166,8 +185,7 @@ class MoELayer(nn.Module):
             load_balancing=load_balancing_share(gates, admission.requested, total, self.settings.top_k),
             capacity=capacity,
             through=(weights * ~placed).sum(dim=1) if self.settings.overflow == "residual" else None,
-            overflowed=int(admission.overflowed.sum()),
-            dropped=int((~placed).sum()),
+            admission=admission,
         )
 
     def _expert_choice(self, gates: Tensor, capacity: int) -> _Routed:
@@ -175,17 +193,3 @@ class MoELayer(nn.Module):
         token, expert = choose_tokens(gates, capacity, self.exchange)
         requested = torch.full((self.settings.num_experts,), capacity, device=gates.device)
         return _Routed(token, expert, gates[token, expert], requested, gates.new_zeros(()), capacity)
-
-
-def _traffic(routed: _Routed, slots: Slots, send: list[int], receive: list[int], tokens: int) -> Traffic:
-    return Traffic(
-        requested=routed.requested.tolist(),
-        per_expert=slots.per_expert.tolist(),
-        send=send,
-        receive=receive,
-        tokens=tokens,
-        overflowed_slots=routed.overflowed,
-        dropped_slots=routed.dropped,
-        dropped_tokens=tokens - int(slots.token.unique().shape[0]),
-        capacity=routed.capacity,
-    )

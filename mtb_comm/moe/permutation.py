@@ -39,14 +39,16 @@ def unpermute(rows: Tensor, slots: Slots, tokens: int) -> Tensor:
     return weighted.new_zeros(tokens, rows.shape[1]).index_add(0, slots.token, weighted)
 
 
-def by_own_expert(received: Tensor) -> tuple[Tensor, Tensor]:
+def by_own_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """How to sort received rows, which come by source rank and then by expert, by expert alone.
 
-    `received` [ranks, own experts] are their numbers. Returns the index that sorts them, and the one that undoes it.
+    `received` [ranks, own experts] are their numbers, `rows` the sum of these. Returns the index that sorts them, and the one that undoes it.
     """
     own = received.shape[1]
     experts = torch.arange(own, device=received.device).repeat(received.shape[0])
-    order = experts.repeat_interleave(received.flatten()).argsort(stable=True)
+    # Told the size of its output, it need not wait for the device to know it.
+    labels = experts.repeat_interleave(received.flatten(), output_size=rows)
+    order = labels.argsort(stable=True)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0], device=order.device)
     return order, back

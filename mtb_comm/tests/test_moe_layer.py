@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtb_comm.moe import layer as layer_module
-from mtb_comm.moe.check import Inputs, compare, failures, loss_of
+from mtb_comm.moe.check import Inputs, compare, differentiate, failures
 from mtb_comm.moe.distributions import preference
 from mtb_comm.moe.exchange import Exchange
 from mtb_comm.moe.layer import TORCH_DTYPES, MoELayer, Passed, Traffic
@@ -61,7 +61,7 @@ def one_pass(settings: RouteSettings, work: Work, ctx: Any) -> tuple[MoELayer, I
         wanted = preference(attrs.evolve(settings, tokens_per_rank=max(tokens)), ctx.rank, ctx.world_size)[:mine]
     inputs = Inputs(x, wanted, torch.randn(mine, settings.hidden_size, generator=random).to(dtype))
     passed = layer(x, wanted, total=sum(tokens))
-    loss_of(passed, inputs.cotangent, layer).backward()
+    differentiate(passed, inputs.cotangent, layer)
     return layer, inputs, passed
 
 
@@ -70,7 +70,7 @@ def errors_of(work: Work, ctx: Any, _worker: Any) -> list[tuple[dict[str, float]
     out = []
     for settings in work.cases:
         layer, inputs, passed = one_pass(settings, work, ctx)
-        out.append((compare(ctx, layer, inputs, passed), gather_objects(ctx, passed.traffic)))
+        out.append((compare(ctx, layer, inputs, passed), gather_objects(ctx, passed.traffic())))
     return out
 
 
@@ -151,7 +151,7 @@ def whole(work: Work, ctx: Any, _worker: Any) -> Any:
     part = slice(ctx.rank * 12 // ctx.world_size, (ctx.rank + 1) * 12 // ctx.world_size)
     layer = MoELayer(settings, Exchange(lambda _phase: None), ctx.device)
     passed = layer(x[part], wanted[part], total=12)
-    loss_of(passed, torch.ones_like(passed.output), layer).backward()
+    differentiate(passed, torch.ones_like(passed.output), layer)
     parts = gather_objects(ctx, (passed.output.detach(), layer.router.grad))
     return torch.cat([p[0] for p in parts]), torch.stack([p[1] for p in parts]).sum(dim=0)
 

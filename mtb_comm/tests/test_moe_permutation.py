@@ -46,8 +46,8 @@ def test_received_rows_are_sorted_by_expert_and_back():
     """Rows come by rank and then by expert; sorted they stand by expert and then by rank, and the way back undoes it."""
     received = torch.tensor([[2, 0, 1], [0, 3, 1]])
     labels = [(r, e) for r in range(2) for e in range(3) for _ in range(int(received[r, e]))]
-    order, back = by_own_expert(received)
+    order, back = by_own_expert(received, len(labels))
     assert [labels[i] for i in order.tolist()] == sorted(labels, key=lambda label: (label[1], label[0]))
     assert order[back].tolist() == list(range(len(labels)))
-    empty = by_own_expert(torch.zeros(2, 0, dtype=torch.int64))
+    empty = by_own_expert(torch.zeros(2, 0, dtype=torch.int64), 0)
     assert [t.tolist() for t in empty] == [[], []]
