@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
 from mtb_tp.dropout import SharedMasks, share_dropout
 from mtb_tp.plugin import TPOptions, check_vocabulary
+from mtb_tp.replicas import check_replicas
 from mtb_tp.sharding import Slot, local_gradient, localize, parallelize, roles_of, sequence_parameters, to_global
 from mtb_tp.vocab import with_own_loss
 
 
-@attrs.frozen
+@attrs.define
 class _Engine:
     """What the strategy keeps.
 
@@ -30,6 +31,7 @@ class _Engine:
         replicas: ranks over which DDP averages.
         copies: how many ranks hold the same elements of a split parameter, and of one that is not split.
         partial: parameters whose gradients are still to be summed over tensor-parallel ranks.
+        unchecked: parameters that tensor-parallel ranks hold in common, by name, until they have been compared once.
     """
 
     replicas: int
@@ -39,6 +41,7 @@ class _Engine:
     copies: tuple[int, int]
     partial: Sequence[nn.Parameter]
     masks: SharedMasks | None
+    unchecked: Mapping[str, nn.Parameter]
 
 
 class TPStrategy(Strategy):
@@ -64,6 +67,7 @@ class TPStrategy(Strategy):
         module = _data_parallel(job, core, dp_mesh)
         split = frozenset(id(p) for name, p in core.named_parameters() if slots[name].split)
         dp, tp = dp_mesh.size(), tp_mesh.size()
+        common = {name: p for name, p in core.named_parameters() if not slots[name].split and p.requires_grad}
         engine = _Engine(
             replicas=dp if options.data_parallel == "ddp" else 1,
             tp_group=group,
@@ -72,6 +76,7 @@ class TPStrategy(Strategy):
             copies=(dp, dp * tp) if options.data_parallel == "ddp" else (1, tp),
             partial=sequence_parameters(core, roles) if options.sequence_parallel and tp > 1 else (),
             masks=masks if masks is not None and masks.active and tp > 1 else None,
+            unchecked=common if tp > 1 else {},
         )
         parameters = sum(math.prod(slot.shape) for slot in slots.values())
         return Prepared(module, core, _optimizer(job, core), engine, parameters)
@@ -164,6 +169,7 @@ def _micro_batch(prepared: Prepared, micro: MicroBatch) -> Iterator[None]:
         yield
     if micro.sync and micro.index == micro.count - 1:
         _sum_partial(engine)
+        _compare_once(engine)
 
 
 @contextmanager
@@ -196,3 +202,10 @@ def _sum_partial(engine: _Engine) -> None:
     dist.all_reduce(flat, group=engine.tp_group)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
+
+
+def _compare_once(engine: _Engine) -> None:
+    """After the first step's backward: gradients that should be equal over tensor-parallel ranks are."""
+    found = {name: g for name, p in engine.unchecked.items() if (g := local_gradient(p)) is not None}
+    engine.unchecked = {}
+    check_replicas(found, engine.tp_group)

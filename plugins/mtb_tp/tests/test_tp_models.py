@@ -49,6 +49,7 @@ def test_biases_frozen_layers_and_own_initialisation(options: dict[str, Any], tm
         ("odd", {}, "9 outputs of 'blocks.0.up' cannot be shared by tp=2 ranks; valid: 1, 3, 9"),
         ("own_loss", {"vocab_parallel_loss": True}, "brings a loss of its own"),
         ("not_linear", {}, "'blocks.0.up', which is Sequential"),
+        ("careless", {}, "Dropout on activations that ranks share must be an nn.Dropout with the role 'dropout'"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(

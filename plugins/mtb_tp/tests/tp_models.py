@@ -83,3 +83,12 @@ class Strange(Net):
 
 def not_linear(config: TrainConfig) -> ModelSpec:
     return _spec(Strange, ROLES)
+
+
+class Careless(Net):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * F.dropout(torch.ones(WORDS), 0.1)
+
+
+def careless(config: TrainConfig) -> ModelSpec:
+    return _spec(Careless, ROLES)

@@ -1,0 +1,40 @@
+"""Strategy `tp` passes the conformance kit at each shape of (tensor-parallel, data-parallel) ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from mtb_core.testing import Capabilities, StrategyConformance
+
+pytestmark = pytest.mark.slow
+
+
+class TestSharedLayers(StrategyConformance):
+    """(tp, dp) = (2, 1)."""
+
+    strategy = "tp"
+    capabilities = Capabilities(world_sizes=(2,), custom_models=False)
+
+
+class TestSharedSamples(StrategyConformance):
+    """(tp, dp) = (1, 2) and (1, 3)."""
+
+    strategy = "tp"
+    options: ClassVar[Mapping[str, Any]] = {"tp": "1"}
+    capabilities = Capabilities(world_sizes=(2, 3), custom_models=False)
+
+
+class TestSharedBoth(StrategyConformance):
+    """(tp, dp) = (2, 2), sharded over the data-parallel ranks too, with all options."""
+
+    strategy = "tp"
+    options: ClassVar[Mapping[str, Any]] = {
+        "tp": "2",
+        "data_parallel": "fsdp",
+        "sequence_parallel": "true",
+        "vocab_parallel_loss": "true",
+    }
+    capabilities = Capabilities(world_sizes=(4,), custom_models=False, sharded=True)
