@@ -157,8 +157,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        owned = not prefix and key in _OWNED
-        if isinstance(value, Mapping) and not owned:
+        if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

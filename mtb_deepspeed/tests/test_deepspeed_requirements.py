@@ -1,0 +1,69 @@
+"""Without DeepSpeed, or with another one, the plugin is listed with the reason and nothing else fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtb_deepspeed import requirements
+
+
+def test_this_installation_is_fine() -> None:
+    """DeepSpeed is here, in the version that is known."""
+    requirements.check_requirements()
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names both versions."""
+    monkeypatch.setattr(requirements, "VERSION", "0.0.1")
+    with pytest.raises(ImportError, match=r"DeepSpeed 0.19.8 is installed.*private to 0.0.1"):
+        requirements.check_requirements()
+
+
+def test_a_missing_dependency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepSpeed itself needs is named."""
+    there = requirements._installed
+    monkeypatch.setattr(requirements, "_installed", lambda name: name != "hjson" and there(name))
+    with pytest.raises(ImportError, match="needs hjson"):
+        requirements.check_requirements()
+
+
+def mtb(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `mtb` where the distribution of DeepSpeed cannot be found."""
+    (folder / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "plain = metadata.distribution\n"
+        "def distribution(name):\n"
+        "    if name == 'deepspeed': raise metadata.PackageNotFoundError(name)\n"
+        "    return plain(name)\n"
+        "metadata.distribution = distribution\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-m", "mtb_core", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=folder,
+    )
+
+
+@pytest.mark.timeout(60)
+def test_without_deepspeed(tmp_path: Path) -> None:
+    """The plugin is listed as failed with the reason; asking for it gives the reason; other runs work."""
+    listed = mtb(tmp_path, "plugins", "list", "--json")
+    (record,) = [r for r in json.loads(listed.stdout)["plugins"] if r["name"] == "deepspeed"]
+    assert record["status"] == "failed"
+    assert "pip install deepspeed==" in record["reason"]
+    asked = mtb(tmp_path, "train", "--strategy", "deepspeed", "--device", "cpu")
+    assert asked.returncode == 2
+    assert "DeepSpeed is not installed" in asked.stderr
+    tiny = ["--steps", "1", "--warmup-steps", "0", "--d-model", "8", "--n-heads", "1", "--n-layers", "1"]
+    other = mtb(tmp_path, "train", "--device", "cpu", "--vocab-size", "16", "--seq-length", "4", *tiny)
+    assert other.returncode == 0, other.stderr
