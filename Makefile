@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format docs bench clean
+.PHONY: help setup demo parity test test-slow lint format docs bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -35,6 +35,9 @@ demo: $(STAMP)  ## train a small GPT on two ranks: live progress, a table, runs/
 	$(BIN)/mtb train --strategy ddp --nproc 2 --data runs/demo-data --steps 200 \
 		--seq-length 128 --d-model 128 --n-layers 2 --batch-size 8 --learning-rate 2e-3 \
 		--run-dir runs/demo
+
+parity: $(STAMP)  ## one training under every strategy: losses against those of `single`
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 
 test: $(STAMP)  ## the fast tests of all packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
