@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 
 from mtb_core.ckpt.layout import step_name
@@ -11,7 +12,14 @@ from mtb_core.testing.checking import check
 from mtb_core.testing.checks.parity import TOLERANCE
 from mtb_core.testing.episodes import Episode, episode
 from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_failures import FailInForward, NanInOutput, Signalled, StateAtEnd
+from mtb_core.testing.probes_failures import (
+    FailInForward,
+    InfinityInBackward,
+    NanInOutput,
+    Signalled,
+    StateAtEnd,
+    survivors,
+)
 from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within
 
 #: The step at which things go wrong.
@@ -32,17 +40,31 @@ def nonfinite(lab: Lab, ranks: int) -> None:
         equal_bitwise(run.whole(BAD), run.whole(BAD - 1), f"the state after a NaN on rank {rank} stopped step {BAD}")
 
 
-def _stopped_by_agreement(run: Run, rank: int) -> None:
-    expected = f"all ranks to stop at step {BAD}, with rank {rank} named"
+def _stopped_by_agreement(run: Run, named: int | None = None) -> None:
+    """`named`: the rank that must be named, if one must."""
+    expected = f"all ranks to stop at step {BAD}" + ("" if named is None else f", with rank {named} named")
     for other in range(run.episode.ranks):
         trace = run.traces.get(other)
         failure = None if trace is None or trace.result is None else trace.result["failure"]
         if trace is None or failure is None:
             raise Mismatch(expected, f"rank {other} did not: {run.why()}")
-        if (failure["kind"], failure["step"], failure["rank"]) != ("NonFinite", BAD, rank):
+        if (failure["kind"], failure["step"]) != ("NonFinite", BAD) or named not in (None, failure["rank"]):
             raise Mismatch(expected, f"on rank {other}: {failure['text']}")
         if len(trace.records) != BAD - 1:
             raise Mismatch(f"{BAD - 1} complete step on rank {other}", f"{len(trace.records)}")
+
+
+@check(
+    "failures.nonfinite_gradient",
+    "A gradient that is not finite on one rank stops all ranks at that step, before the update, with a finite loss too.",
+    mistake="gradients were cleaned (nan_to_num) before or while they were summed, or what gradients(prepared) gives is "
+    "not all that the optimizer uses",
+)
+def nonfinite_gradient(lab: Lab, ranks: int) -> None:
+    """On the last rank, which cannot always be named: once gradients are summed, all ranks have it."""
+    run = lab.run(episode(ranks, states=(BAD - 1,), probes=(InfinityInBackward(ranks - 1, BAD), StateAtEnd(BAD))))
+    _stopped_by_agreement(run)
+    equal_bitwise(run.whole(BAD), run.whole(BAD - 1), f"the state after an infinite gradient stopped step {BAD}")
 
 
 @check(
@@ -104,13 +126,19 @@ def exception(lab: Lab, ranks: int) -> None:
 @check(
     "failures.killed",
     "A rank that dies ends all ranks, and is what is reported.",
-    mistake="something keeps the other ranks from ending with their connections: a process of the strategy's own, or an "
-    "error that is caught and tried again",
+    mistake="a process that the strategy has started outlives its rank: start it in the rank's own session, and have it "
+    "end with its parent; or an error that is caught and tried again keeps another rank from ending",
 )
 def killed(lab: Lab, ranks: int) -> None:
-    """SIGKILL in the model's forward, on the last rank."""
-    run = lab.run(episode(ranks, probes=(FailInForward(ranks - 1, BAD, kill=True),)))
+    """SIGKILL in the model's forward, on the last rank; nothing that a rank has started goes on."""
+    mark = f"{lab.folder}/killed-{ranks}"
+    run = lab.run(episode(ranks, probes=(FailInForward(ranks - 1, BAD, kill=True, mark=mark),)))
     _first_cause(run, ranks - 1, "signal SIGKILL")
+    left = survivors(mark)
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    if left:
+        raise Mismatch("all that the ranks had started to end with them", f"still running: {', '.join(left.values())}")
 
 
 def _first_cause(run: Run, rank: int, kind: str) -> None:

@@ -1,0 +1,48 @@
+"""The kit's checks of checkpoints: a strategy with one mistake fails in the check that names it, a right one passes."""
+
+import pytest
+
+from . import kit_strategies as kit
+
+MISTAKES = [
+    (kit.Prefixed, "checkpoints.keys", "module."),
+    (kit.Flattened, "checkpoints.shapes", "float32 ["),
+    (kit.StaleMoments, "checkpoints.optimizer_state", "exp_avg"),
+    (kit.Copies, "checkpoints.restored_state", "resuming from step 1"),
+    (kit.OwnSchedule, "checkpoints.learning_rate", "resumed from step 1"),
+    (kit.SeedsAlike, "checkpoints.random_state", "ranks 0 and 1 agree"),
+    (kit.HiddenState, "checkpoints.exact_resume", "resumed from step 1"),
+    (kit.SavesWorld, "checkpoints.resharding", "model/world"),
+    (kit.SavesWorld, "checkpoints.interchange", "model/world"),
+    (kit.Aliases, "checkpoints.snapshot", "written after step 4"),
+    (kit.OtherWhenAsynchronous, "checkpoints.async_agrees", "against the synchronous one"),
+    (kit.MarksEarly, "checkpoints.publish_order", "at 'staged'"),
+    (kit.ChecksNothing, "checkpoints.incomplete_refused", "changed byte"),
+    pytest.param(kit.HiddenState, "checkpoints.crash", "the checkpoint of step", marks=pytest.mark.slow),
+]
+NAMES = sorted({getattr(mistake, "values", mistake)[1] for mistake in MISTAKES})
+
+
+@pytest.fixture(scope="module")
+def right():
+    """The right strategy's laboratory."""
+    with kit.lab_of(kit.Right) as lab:
+        yield lab
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", NAMES)
+def test_right_strategy_passes(right, name):
+    """A right strategy passes every check that is proved below."""
+    outcome = kit.outcome_of(right, name)
+    assert outcome.status == "passed", outcome.text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mistake", "name", "words"), MISTAKES)
+def test_mistake_is_named(mistake, name, words):
+    """The check fails, and what it says names the place."""
+    with kit.lab_of(mistake) as lab:
+        outcome = kit.outcome_of(lab, name)
+    assert outcome.status == "failed"
+    assert words in f"{outcome.expected} {outcome.seen}", outcome.text

@@ -1,0 +1,40 @@
+"""The kit's checks of processes: a strategy with one mistake fails in the check that names it, a right one passes."""
+
+import pytest
+
+from . import kit_strategies as kit
+
+MISTAKES = [
+    (kit.LeaksGroup, "processes.groups", "[0, 1]"),
+    (kit.LeaksThread, "processes.threads", "prefetch"),
+    (kit.LeaksPort, "processes.files", "listening on port"),
+    pytest.param(kit.NeedsParent, "processes.spawn", "AssertionError", marks=pytest.mark.slow),
+    (kit.OddParameters, "processes.metrics", "10.5"),
+    (kit.CallsItself, "processes.overhead", "'gradients': 2"),
+]
+NAMES = sorted({getattr(mistake, "values", mistake)[1] for mistake in MISTAKES})
+
+
+@pytest.fixture(scope="module")
+def right():
+    """The right strategy's laboratory."""
+    with kit.lab_of(kit.Right) as lab:
+        yield lab
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", NAMES)
+def test_right_strategy_passes(right, name):
+    """A right strategy passes every check that is proved below."""
+    outcome = kit.outcome_of(right, name)
+    assert outcome.status == "passed", outcome.text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mistake", "name", "words"), MISTAKES)
+def test_mistake_is_named(mistake, name, words):
+    """The check fails, and what it says names the place."""
+    with kit.lab_of(mistake) as lab:
+        outcome = kit.outcome_of(lab, name)
+    assert outcome.status == "failed"
+    assert words in f"{outcome.expected} {outcome.seen}", outcome.text
