@@ -16,7 +16,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from mtb_core import Job, MicroBatch, Piece, Prepared, Shards, State, Strategy, fragment_pieces, module_state
+from mtb_core import (
+    ConfigError,
+    Job,
+    MicroBatch,
+    Piece,
+    Prepared,
+    Shards,
+    State,
+    Strategy,
+    fragment_pieces,
+    module_state,
+)
 from mtb_fsdp.plugin import FSDP1Options
 from mtb_fsdp.replicated import BufferSync, broadcast_buffers
 from mtb_fsdp.skeleton import Names
@@ -68,6 +79,7 @@ class FSDP1Strategy(Strategy):
         module = job.in_place(job.build(), autocast=False)
         units = choose_units(module, job.model.blocks, options.wrap, options.wrap_size)
         check_dtypes(module, units)
+        _refuse_scalars(module)
         before, shapes = Names.of(module), {n: tuple(p.shape) for n, p in module.named_parameters()}
         after = before
         root: nn.Module = module
@@ -135,6 +147,15 @@ class FSDP1Strategy(Strategy):
         return attrs.evolve(state, pieces=pieces)
 
 
+def _refuse_scalars(module: nn.Module) -> None:
+    names = [name for name, parameter in module.named_parameters() if not parameter.dim()]
+    if names:
+        raise ConfigError(
+            f"Parameter '{names[0]}' has no dimensions, and FullyShardedDataParallel cannot shard it; give it the shape "
+            "[1], or use strategy 'fsdp', which keeps such a parameter whole."
+        )
+
+
 def _fill(job: Job, module: nn.Module, names: Names) -> None:
     """Materialise the tensors of `names` in `module`, and no others."""
     if any(t.is_meta for t in (*names.parameters.values(), *names.buffers.values())):
@@ -167,7 +188,7 @@ def _wrap(unit: nn.Module, job: Job) -> nn.Module:
 def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` wherever `module` has `old`, which may be in several places."""
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # noqa: SLF001  (named_children leaves out repeated ones)
             if child is old:
                 setattr(parent, name, new)
 

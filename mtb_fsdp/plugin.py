@@ -115,7 +115,11 @@ def plan(options: FSDPOptions, config: TrainConfig, world: World) -> Plan:
 def plan_legacy(options: FSDP1Options, config: TrainConfig, world: World) -> Plan:  # noqa: ARG001  (all plans take it)
     """Shards over all ranks; every rank sees its own samples."""
     _check_wrap("fsdp1", options.wrap, options.wrap_size)
-    return Plan(Layout((("dp", world.size),)), auto_sync="last" if options.sharding == "none" else "every")
+    return Plan(
+        Layout((("dp", world.size),)),
+        auto_sync="last" if options.sharding == "none" else "every",
+        missing_gradients=True,  # a unit's gradients are one tensor, in which unused parameters have zeros
+    )
 
 
 def _check_wrap(strategy: str, wrap: str, size: int) -> None:

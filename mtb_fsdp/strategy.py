@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
 from mtb_fsdp.plugin import FSDPOptions
 from mtb_fsdp.replicated import BufferSync, broadcast_buffers, sum_gradients
 from mtb_fsdp.units import check_dtypes, choose_units
+from mtb_fsdp.unused import UsageCheck
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
@@ -54,6 +56,8 @@ class FSDPStrategy(Strategy):
             _move_to_host(module, job.ctx.device)
         buffers = _synchronise_buffers(module) if job.ctx.world_size > 1 else None
         module.register_forward_hook(_reshard_if_no_backward_follows)
+        # It warns that an operation in place on the model's output would be wrong; nobody does one.
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view")
         trainable = [p for p in module.parameters() if p.requires_grad]
         engine = _Engine(
             job.ctx.world_size,
@@ -62,7 +66,7 @@ class FSDPStrategy(Strategy):
             tuple(p for p in trainable if not p.dim()),
             buffers,
         )
-        return Prepared(module, module, job.make_optimizer(module), engine)
+        return Prepared(module, module, _make_optimizer(job, module), engine)
 
     def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
         """FSDP reads the flag in backward."""
@@ -106,6 +110,7 @@ def _shard(module: nn.Module, units: Sequence[str], job: Job, precision: MixedPr
         "offload_policy": offload,
         "ignored_params": {p for p in module.parameters() if not p.dim()},
     }
+    check = UsageCheck(module, units, job.ctx.world_size // options.hsdp, job.ctx)
     for name in units:
         fully_shard(module.get_submodule(name), reshard_after_forward=options.reshard, **shared)
     # The root's backward begins when its forward has ended: freeing its parameters in between would gain nothing.
@@ -115,6 +120,17 @@ def _shard(module: nn.Module, units: Sequence[str], job: Job, precision: MixedPr
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
         part.set_reduce_scatter_unused_params(options.unused_parameters, recurse=False)
+    for name, reduce_scatter in check.reduce_scatters.items():
+        sharded: Any = module.get_submodule(name)
+        sharded.set_custom_reduce_scatter(reduce_scatter)
+
+
+def _make_optimizer(job: Job, module: nn.Module) -> torch.optim.Optimizer:
+    """The run's optimizer; torch has no fused SGD for sharded parameters, so it gets its ``foreach`` one."""
+    recipe = job.optimizer
+    if recipe.factory is not torch.optim.SGD or not recipe.defaults.get("fused"):
+        return job.make_optimizer(module)
+    return recipe.factory(job.optimizer_groups(module), **{**recipe.defaults, "fused": False, "foreach": True})
 
 
 def _set_prefetch(units: Sequence[Any], root: Any, depth: int) -> None:

@@ -76,13 +76,18 @@ def step_traffic(
 
     for unit in units:
         gathered = sum(_padded(shape, shards) for shape in unit.shapes)
-        reduced = sum(_padded(shape, shards) for shape, t in zip(unit.shapes, unit.trainable, strict=True) if t)
+        reduced = reduced_elements(unit, shards)
         if shards > 1:
             add("all_gather", micro_batches * (2 if unit.resharded else 1), gathered, param_dtype)
             add("reduce_scatter", synchronised, reduced, reduce_dtype)
         if copies > 1:
             add("all_reduce", synchronised, reduced // shards, reduce_dtype)
     return out
+
+
+def reduced_elements(unit: Unit, shards: int) -> int:
+    """Elements of the message in which `unit`'s gradients are reduce-scattered."""
+    return sum(_padded(shape, shards) for shape, t in zip(unit.shapes, unit.trainable, strict=True) if t)
 
 
 def ddp_step_traffic(parameters: int, *, synchronised: int = 1) -> dict[str, Traffic]:
