@@ -1,4 +1,4 @@
-"""What this distribution provides. Torch-free."""
+"""What this distribution provides: the command ``profile``. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,5 +11,9 @@ PLUGIN_API = 1
 
 @hookimpl
 def mtb_commands() -> Sequence[CommandInfo]:
-    """Nothing yet."""
-    return []
+    """Command ``profile``."""
+    return [
+        CommandInfo(
+            "profile", "Profile a training, or analyse PyTorch traces: what bounds it", "mtb_profile.command:profile"
+        )
+    ]
