@@ -84,7 +84,8 @@ def _plain(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _pair(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], key: Sequence[str]) -> list[Pair]:
-    """Ours in their order, each with its counterpart, then what only the others have."""
-    left = {tuple(row[name] for name in key): row for row in theirs}
+    """Ours in their order, each with its counterpart, then what only the others have of the same operations."""
+    operations = {row["operation"] for row in ours}
+    left = {tuple(row[name] for name in key): row for row in theirs if row["operation"] in operations}
     pairs = [Pair(row, left.pop(tuple(row[name] for name in key), None)) for row in ours]
     return pairs + [Pair(None, row) for row in left.values()]

@@ -52,7 +52,7 @@ def draw(document: Mapping[str, Any], path: str | Path) -> None:
         if fit is not None:
             _draw_fit(latency, bandwidth, fit, color)
     _label(latency, "time, ms (median to p95)")
-    _label(bandwidth, "busbw, GB/s")
+    _label(bandwidth, "busbw, GB/s (of the mean time)")
     if latency.get_legend_handles_labels()[0]:
         latency.legend(fontsize="x-small")
     where = f"{document['world_size']} ranks, {document['backend']} on {document['device']}"

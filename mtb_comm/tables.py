@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 #: Width where stdout is no terminal and ``COLUMNS`` does not say: all columns, unbroken.
-PIPE_WIDTH = 150
+PIPE_WIDTH = 200
 
 
 def print_document(document: Mapping[str, Any]) -> None:
@@ -67,13 +67,13 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _results(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(
-        "operation", "dtype", "", "size", "count", "iters",
-        "mean ms", "min", "p50", "p95", "p99", "max", "algbw GB/s", "busbw GB/s", "wrong",
-    )  # fmt: skip
-    for row in rows:
-        if row["time_ms"] is None:
-            continue
+    measured = [row for row in rows if row["time_ms"] is not None]
+    busiest = any(row["busiest_rank"] is not None for row in measured)
+    columns = ["operation", "dtype", "", "size", "count", "iters", "mean ms", "min", "p50", "p95", "p99", "max"]
+    columns += ["algbw GB/s", "busbw GB/s", *(["busiest"] if busiest else []), "wrong"]
+    table = _table(*columns)
+    for row in measured:
+        ranks = [] if not busiest else ["" if row["busiest_rank"] is None else f"rank {row['busiest_rank']}"]
         table.add_row(
             row["operation"],
             row["dtype"] or "",
@@ -84,7 +84,8 @@ def _results(rows: Sequence[Mapping[str, Any]]) -> Table:
             *(_number(row["time_ms"][key]) for key in ("mean", "min", "p50", "p95", "p99", "max")),
             _number(row["algbw_gb_per_sec"]),
             _number(row["busbw_gb_per_sec"]),
-            "not checked" if row["wrong"] is None else str(row["wrong"]),
+            *ranks,
+            "unchecked" if row["wrong"] is None else str(row["wrong"]),
         )
     return table
 
@@ -121,9 +122,8 @@ def _kind(row: Mapping[str, Any]) -> str:
     operation, in_place = OPERATIONS.get(row["operation"]), row["in_place"]
     usual = operation is None or in_place in operation.placements[:1]
     placement = "" if usual or in_place is None else "in place" if in_place else "out of place"
-    busiest = row.get("busiest_rank")
     split = row["split"] if row["split"] == "uneven" else ""
-    words = (row["reduction"] or "", placement, split, "" if busiest is None else f"(rank {busiest} busiest)")
+    words = (row["reduction"] or "", placement, split)
     return " ".join(word for word in words if word)
 
 
@@ -132,17 +132,17 @@ def _size(row: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _table(*columns: str) -> Table:
     from rich import box  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     words = {"operation", "fit of t = alpha + S/beta", "dtype", ""}
     for name in columns:
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in words else "right", overflow="fold")
     return table
 
 
