@@ -105,7 +105,9 @@ class Point:
         dist.all_reduce(losses)
         record = RankRecord(passed.traffic(), tuple(phases), self.exchange.count_bytes)
         out = row(self.settings, gather_objects(self.ctx, record))
-        out["load_balance_loss"], out["z_loss"] = losses.tolist()
+        balance, out["z_loss"] = losses.tolist()
+        # Where experts choose, all have the same load.
+        out["load_balance_loss"] = None if self.settings.routing == "expert" else balance
         out["router_loss_first"] = None if self.learned is None else self.learned.loss_first
         out["router_loss_last"] = None if self.learned is None else self.learned.loss_last
         return out | _checked(checked, self.settings)

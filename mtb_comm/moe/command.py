@@ -80,6 +80,7 @@ _MEASURING = (
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
     click.option("--output", type=_PATH, metavar="FILE", help="Write the JSON document there."),
     click.option("--quiet", is_flag=True, help="No progress on stderr."),
+    click.option("--debug", is_flag=True, help="Show tracebacks."),
 )
 
 
@@ -122,7 +123,7 @@ def route(**given: Any) -> int:
         check_text(given["data"], _MIN_TEXT)
         given["data"] = str(given["data"])
     settings = _settings(given)
-    measured = measure((settings,), launch, on_progress=_progress(shown), debug=_debug())
+    measured = measure((settings,), launch, on_progress=_progress(shown), debug=shown["debug"])
     return _report(measured, shown, sweep=False)
 
 
@@ -145,7 +146,7 @@ def sweep(capacity_factors: str, skews: str, plot: Path | None, **given: Any) ->
         for skew in exponents
         for factor in factors
     )
-    measured = measure(points, launch, on_progress=_progress(shown), debug=_debug())
+    measured = measure(points, launch, on_progress=_progress(shown), debug=shown["debug"])
     if plot is not None and measured.rows and _reports_here():
         plot_sweep(measured.rows, plot)
     return _report(measured, shown, sweep=True)
@@ -170,14 +171,10 @@ def _launch(given: dict[str, Any]) -> Launch:
 
 
 def _shown(given: dict[str, Any]) -> dict[str, Any]:
-    shown = {name: given.pop(name) for name in ("as_json", "output", "quiet")}
+    shown = {name: given.pop(name) for name in ("as_json", "output", "quiet", "debug")}
     if shown["output"] is not None and not shown["output"].absolute().parent.is_dir():
         raise ConfigError(f"--output {shown['output']}: there is no folder {shown['output'].parent}; make it first.")
     return shown
-
-
-def _debug() -> bool:
-    return bool(click.get_current_context().find_root().params.get("debug"))
 
 
 def _progress(shown: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
@@ -205,6 +202,8 @@ def _report(measured: Measured, shown: dict[str, Any], *, sweep: bool) -> int:
         from .tables import print_route, print_sweep  # noqa: PLC0415
 
         (print_sweep if sweep else print_route)(values)
-    if values["failure"] is not None:
-        click.echo(f"mtb: error: {values['failure']}", err=True)
+    failure = measured.outcome.failure
+    if failure is not None:
+        traceback = failure.traceback if shown["debug"] and not failure.expected else ""
+        click.echo(f"{traceback}mtb: error: {failure}", err=True)
     return measured.exit_code

@@ -92,7 +92,7 @@ class Measured:
 
 def document(measured: Measured, *, sweep: bool) -> dict[str, Any]:
     """The JSON document: of `route` the row's keys beside the common ones, of `sweep` the rows as ``results``."""
-    found, outcome = measured.found, measured.outcome
+    found, outcome, failure = measured.found, measured.outcome, measured.outcome.failure
     complete = len(measured.rows) == measured.points
     reasons = [] if complete else [f"it ended early: {outcome.exit_reason}"]
     reasons += [
@@ -110,7 +110,7 @@ def document(measured: Measured, *, sweep: bool) -> dict[str, Any]:
     return {
         **common,
         **rows,
-        "failure": None if outcome.failure is None else str(outcome.failure),
+        "failure": None if failure is None else {"rank": failure.rank, "text": str(failure)},
         "execution_complete": complete,
         "performance_valid": not reasons,
         "performance_invalid_reasons": reasons,

@@ -94,6 +94,8 @@ def _facts(row: Mapping[str, Any]) -> str:
     limit = "dropless" if capacity is None else f"capacity {capacity:,} an expert (factor {_factor(row)})"
     slots = {name: f"{row[f'{name}_slots']:,}" for name in ("overflowed", "rerouted", "dropped")}
     ratios = [f"{row[f'{name}_imbalance_ratio']:.3f}" for name in ("requested", "load", "rank")]
+    loss = row["load_balance_loss"]
+    balance = "" if loss is None else f"load-balancing loss {loss:.4f} (1 is even), "
     lines = [
         f"tokens {row['total_tokens']:,}, top-{row['top_k']} of {row['num_experts']} experts, {row['slots']:,} slots; {limit}",
         f"slots overflowed {slots['overflowed']}, rerouted {slots['rerouted']}, dropped {slots['dropped']} ({row['drop_rate']:.1%})",
@@ -101,7 +103,7 @@ def _facts(row: Mapping[str, Any]) -> str:
         f"imbalance (max/mean): asked {ratios[0]}, experts {ratios[1]}, ranks {ratios[2]}",
         f"communication {row['communication_share']:.1%} of the time, waiting for other ranks included",
         f"slowest in computing: rank {row['slowest_rank']}; most tokens: rank {row['busiest_rank']}",
-        f"load-balancing loss {row['load_balance_loss']:.4f} (1 is even), router z-loss {row['z_loss']:.4f}",
+        f"{balance}router z-loss {row['z_loss']:.4f}",
         f"{row['tokens_per_sec']:,.0f} tokens/s",
     ]
     if row["router_loss_first"] is not None:

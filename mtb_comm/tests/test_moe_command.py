@@ -76,6 +76,17 @@ def test_route_as_tables(capfd: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.timeout(60)
+def test_experts_choose(capfd: pytest.CaptureFixture[str]):
+    """Every expert takes its capacity, nothing overflows, and there is no load-balancing loss to tell."""
+    options = ["--nproc", "2", "--num-experts", "3", "--routing", "expert", "--capacity-factor", "1"]
+    found = strict(run(capfd, "route", *TINY, *options, "--json", "--quiet")[0])
+    assert found["expert_token_counts"] == [22, 22, 22]  # ceil(2 * 32 / 3)
+    assert (found["dropped_slots"], found["load_balance_loss"], found["overflow"]) == (0, None, None)
+    assert found["check"]["failed"] == []
+    assert "load-balancing" not in run(capfd, "route", *TINY, *options)[0]
+
+
+@pytest.mark.timeout(60)
 def test_counts_of_an_earlier_result(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     """A result's own counts can be replayed, exactly where the sizes are the same."""
     file = tmp_path / "counts.json"
@@ -200,8 +211,11 @@ def test_a_failing_rank_ends_all_and_finished_rows_stay(
     found = strict(out)
     assert [row["capacity_factor"] for row in found["results"]] == [1]
     assert (found["exit_reason"], found["execution_complete"]) == ("failed", False)
-    assert "Rank 1 failed: ValueError: boom on purpose" in found["failure"]
+    assert found["failure"] == {"rank": 1, "text": "Rank 1 failed: ValueError: boom on purpose"}
     assert "boom on purpose" in err
+    assert "Traceback" not in err
+    _, err = run(capfd, "sweep", *TINY, *options, "--debug", code=3)
+    assert "Traceback" in err
 
 
 #: The command, but a point with capacity factor 2 does not end by itself.
