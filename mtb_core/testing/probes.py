@@ -74,6 +74,11 @@ class _RaiseInSyncContext:
         return (yield)
 
 
+def _all_modules(prepared: Prepared) -> set[torch.nn.Module]:
+    """`core` may only name parameters, and `module` may not know what it calls as its own; so those of both."""
+    return {*prepared.module.modules(), *prepared.core.modules()}
+
+
 @attrs.frozen
 class Modes(Probe):
     """Notes the ``training`` flags of all modules at each forward, under ``modes``: in training, in evaluation."""
@@ -92,9 +97,34 @@ class _Modes:
     @hookimpl(wrapper=True)
     def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
         prepared = yield
-        for module in prepared.core.modules():
+        for module in _all_modules(prepared):
             module.register_forward_pre_hook(self._note)
         return prepared
 
     def _note(self, module: torch.nn.Module, _arguments: tuple[Any, ...]) -> None:
         self._seen["training" if torch.is_grad_enabled() else "evaluation"].add(module.training)
+
+
+@attrs.frozen
+class Forwards(Probe):
+    """Notes under ``forwards`` how often modules were called in training, all together, recomputation included."""
+
+    def observer(self, stage: Stage) -> object:
+        """See the class."""
+        return _Forwards(stage)
+
+
+class _Forwards:
+    def __init__(self, stage: Stage) -> None:
+        self._notes = stage.trace.notes
+        self._notes["forwards"] = 0
+
+    @hookimpl(wrapper=True)
+    def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
+        prepared = yield
+        for module in _all_modules(prepared):
+            module.register_forward_pre_hook(self._count)
+        return prepared
+
+    def _count(self, module: torch.nn.Module, _arguments: tuple[Any, ...]) -> None:
+        self._notes["forwards"] += module.training

@@ -11,7 +11,7 @@ from mtb_core.testing.checking import check
 from mtb_core.testing.checks.parity import TOLERANCE, same_losses, sgd, training
 from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab
-from mtb_core.testing.probes import Modes
+from mtb_core.testing.probes import Forwards, Modes
 from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within, same_keys
 
 _EVALUATION: Mapping[str, Any] = {"eval_data": "synthetic", "eval_every": 2, "eval_batches": 1}
@@ -184,11 +184,17 @@ def sharded(lab: Lab, ranks: int) -> Mapping[str, Any]:
 
 @check(
     "models.activation_checkpointing",
-    "Recomputing activations gives the same bits, dropout included.",
-    mistake="the second forward of a block must see the random state and the weights of the first",
+    "Activations are recomputed where that is asked for, and it gives the same bits, dropout included.",
+    mistake="the second forward of a block must see the random state and the weights of the first; where there is none, "
+    "job.in_place was forgotten",
 )
 def activation_checkpointing(lab: Lab, ranks: int) -> None:
-    """State after four steps with and without it."""
-    with_it = lab.done(training(ranks, dropout=0.1, activation_checkpointing=True))
-    without = lab.done(training(ranks, dropout=0.1))
+    """State after four steps, and the number of forwards of all modules, with and without it."""
+    watched: dict[str, Any] = {"dropout": 0.1, "probes": (Forwards(),)}
+    with_it = lab.done(training(ranks, activation_checkpointing=True, **watched))
+    without = lab.done(training(ranks, **watched))
     equal_bitwise(with_it.whole(4), without.whole(4), "state with activation checkpointing")
+    for rank, trace in with_it.traces.items():
+        seen, once = trace.notes["forwards"], without.traces[rank].notes["forwards"]
+        if seen <= once:
+            raise Mismatch(f"more than the {once} forwards of modules without recomputation", f"{seen} on rank {rank}")

@@ -227,14 +227,17 @@ def accumulation(lab: Lab, ranks: int) -> None:
 
 @check(
     "parity.bf16",
-    "With --precision bf16 losses stay within 2e-2 of those of `single` with it.",
-    mistake="more than forward and backward is in bf16: sums over ranks, the optimizer or the loss",
+    "With --precision bf16 losses stay within 2e-2 of those of `single` with it, and are not those of fp32.",
+    mistake="more than forward and backward is in bf16: sums over ranks, the optimizer or the loss; where losses are those "
+    "of fp32, job.in_place (or mixed precision of the strategy's own) was forgotten",
     needs=("exact", "bf16"),
 )
 def bf16(lab: Lab, ranks: int) -> Mapping[str, Any]:
     """See the title."""
     run = lab.done(training(ranks, precision="bf16"))
     reference = lab.done(training(1, subject=False, precision="bf16"))
+    if run.first.losses == lab.done(training(ranks)).first.losses:
+        raise Mismatch("losses with the rounding of bf16", "to the last bit those of --precision fp32")
     return {"relative_difference": same_losses(run, reference, BF16_TOLERANCE)}
 
 
