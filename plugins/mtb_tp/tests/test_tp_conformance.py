@@ -38,3 +38,4 @@ class TestSharedBoth(StrategyConformance):
         "vocab_parallel_loss": "true",
     }
     capabilities = Capabilities(world_sizes=(4,), custom_models=False, sharded=True)
+    settings: ClassVar[Mapping[str, Any]] = {"vocab_size": 64}  # shared evenly, which 61 words cannot be

@@ -83,6 +83,31 @@ def test_bf16(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"all_reduce": (8, 8)}),
+        (SEQUENCE, {"all_gather": (10, 10), "reduce_scatter": (8, 8), "all_reduce": (1, 0)}),
+        (VOCABULARY, {"all_reduce": (8 + 2 + 2, 10)}),
+        ({**SEQUENCE, **VOCABULARY}, {"all_gather": (10, 10), "reduce_scatter": (9, 9), "all_reduce": (1 + 1 + 2, 1)}),
+    ],
+    ids=["plain", "sequence", "vocabulary", "both"],
+)
+def test_collectives_of_a_step(options: dict[str, Any], expected: dict[str, tuple[int, int]], tmp_path: Path) -> None:
+    """Calls of each kind, and their bytes as so many activations, are those of the documentation; two blocks."""
+    result, _ = trained(
+        tmp_path / "run", strategy="tp", nproc=2, strategy_opt=options, warmup_steps=2, steps=1, save_every=0
+    )
+    assert result.collectives_per_step == {**{kind: n for kind, (n, _) in expected.items()}, "agreement": 1}
+    sizes = dict(result.comm_bytes_per_step or {})
+    activation = TINY["global_batch_size"] * TINY["seq_length"] * TINY["d_model"] * 4
+    small = 5 * TINY["d_model"] * 4 if options.get("sequence_parallel") else 0
+    small += 3 * TINY["global_batch_size"] * TINY["seq_length"] * 4 if options.get("vocab_parallel_loss") else 0
+    for kind, (_, activations) in expected.items():
+        assert sizes[kind] == activations * activation + (small if kind == "all_reduce" else 0), kind
+
+
+@pytest.mark.timeout(60)
 def test_each_rank_holds_its_part_only(tmp_path: Path) -> None:
     """Matrices, and their optimizer state, are halved by tp=2, and by fsdp over two ranks once more."""
     held = {}

@@ -75,3 +75,15 @@ def test_state_goes_to_other_ranks_exactly(before: dict[str, Any], after: dict[s
         assert torch.equal(found[key], tensor), key
     for rank in seen:
         assert rank.losses == pytest.approx(expected[0].losses[3:], rel=1e-5)
+
+
+@pytest.mark.timeout(60)
+def test_a_checkpoint_right_after_an_evaluation(tmp_path: Path) -> None:
+    """FSDP leaves parameters gathered after a forward without backward; what is saved then are the shards."""
+    settings = {**under(4, tp=2, **FSDP, **ALL), "until_step": 2}
+    _, plain = trained(tmp_path / "plain", **settings)
+    _, after = trained(tmp_path / "after", **settings, eval_data="synthetic", eval_every=2, eval_batches=1)
+    expected, found = whole([s.ended for s in plain]), whole([s.ended for s in after])
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
