@@ -32,6 +32,7 @@ from mtb_fsdp.plugin import FSDP1Options
 from mtb_fsdp.replicated import BufferSync, broadcast_buffers
 from mtb_fsdp.skeleton import Names
 from mtb_fsdp.units import check_dtypes, choose_units
+from mtb_fsdp.unused import UsageCheck
 
 _SHARDING = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -80,6 +81,7 @@ class FSDP1Strategy(Strategy):
         units = choose_units(module, job.model.blocks, options.wrap, options.wrap_size)
         check_dtypes(module, units)
         _refuse_scalars(module)
+        UsageCheck(module, units, job.ctx.world_size, job.ctx)
         before, shapes = Names.of(module), {n: tuple(p.shape) for n, p in module.named_parameters()}
         after = before
         root: nn.Module = module

@@ -56,7 +56,7 @@ class UsageCheck:
             raise MissingGradient(
                 f"Module '{missing[0]}' did not run on rank {self._ctx.rank}, while it did on other ranks. It is "
                 "gathered by all ranks together, so all must run it in each forward: let the others leave it out too, "
-                "multiply its output by zero, or set --strategy-opt wrap=root, with unused_parameters=true.",
+                "multiply its output by zero, or set --strategy-opt wrap=root.",
                 rank=self._ctx.rank,
             )
 
