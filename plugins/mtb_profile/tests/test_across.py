@@ -1,0 +1,163 @@
+"""Collectives across ranks, and who holds whom up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mtb_core import ConfigError
+from mtb_profile.across import align_clocks, match
+from mtb_profile.analysis import analyze
+from mtb_profile.loading import load_trace
+from mtb_profile.verdict import judge
+from mtb_profile.windows import look
+
+
+def views(*paths):
+    return [look(load_trace(p, i), None) for i, p in enumerate(paths)]
+
+
+def two_ranks(tracing, folder, *, sleep=0.0, phase="forward", steps=3, shift=0.0):
+    """Two ranks of some steps of which rank 1 sleeps in one phase, and rank 0 waits that long; rank 1's clock is off."""
+    first, second = tracing.Trace(0), tracing.Trace(1)
+    at = 1000.0
+    for number in range(steps):
+        tracing.host_step(first, number, at, late=sleep)
+        at = tracing.host_step(second, number, at + shift, sleep=sleep, phase=phase) - shift + 5
+    return first.write(folder / "rank_0.json"), second.write(folder / "rank_1.json")
+
+
+def test_waiting_and_transfer(tracing, tmp_path):
+    """A collective is waiting until the last rank has come, and transfer from then on; bandwidth is over the transfer."""
+    paths = two_ranks(tracing, tmp_path, sleep=40.0)
+    found = match(views(*paths))
+    assert len(found.matched) == 3
+    assert found.unmatched == {}
+    assert {(m.last, m.lateness, m.waiting(0), m.transfer(0), m.waiting(1), m.transfer(1)) for m in found.matched} == {
+        (1, 40_000, 40_000, 10_000, 0, 10_000)
+    }
+    rows = {r.rank: r.collectives[0] for r in analyze(paths).ranks}
+    assert rows[0].time == 150_000
+    assert rows[0].transfer == rows[1].transfer == 30_000
+    assert rows[0].algbw == rows[0].busbw == 3 * 4000 / 30_000
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+def test_straggler_is_named(tracing, tmp_path, phase):
+    """The rank that sleeps is named, with the phase and the size; the one that waits for it is not."""
+    found = analyze(two_ranks(tracing, tmp_path, sleep=40.0, phase=phase))
+    (straggler,) = found.stragglers
+    assert (straggler.rank, straggler.phase, straggler.excess, straggler.phase_excess) == (1, phase, 40_000, 40_000)
+    assert (straggler.slower, straggler.steps, straggler.compute_excess) == (3, 3, 0)
+    assert [a.last for a in found.arrivals] == [0, 3]
+    verdict = judge(found)
+    assert verdict.bound == "straggler-bound"
+    assert "Rank 1" in verdict.text
+    assert phase in verdict.text
+
+
+def test_no_straggler_among_equals(tracing, tmp_path):
+    """Equal ranks have no straggler, though their communication takes time."""
+    found = analyze(two_ranks(tracing, tmp_path))
+    assert found.stragglers == []
+    assert judge(found).bound == "compute-bound"
+
+
+def test_stragglers_are_not_known_by_communication(tracing, tmp_path):
+    """A rank that is long in communication is the one that waits: long communication alone makes no straggler."""
+    found = analyze(two_ranks(tracing, tmp_path, sleep=200.0))
+    assert [s.rank for s in found.stragglers] == [1]
+
+
+def test_unlike_numbers_are_not_guessed(tracing, tmp_path):
+    """Where a rank's trace lacks a collective of a step, those of its kind in that step stay unmatched, and it is said."""
+    first, second = two_ranks(tracing, tmp_path)
+    t = tracing.Trace(1)
+    t.events = [
+        e
+        for e in json.loads(second.read_text())["traceEvents"]
+        if not (e["name"].startswith("gloo:") and e["ts"] < 1100)
+    ]
+    second = t.write(second)
+    found = analyze([first, second])
+    assert len(found.matching.matched) == 2
+    assert found.matching.unmatched == {"seen on one rank only": 1}
+    assert any("could not be matched" in note for note in found.notes)
+
+
+def test_clocks_that_differ(tracing, tmp_path):
+    """Ranks whose clocks differ by an hour are brought together; ranks whose clocks agree are left alone."""
+    apart = views(*two_ranks(tracing, tmp_path / "apart", sleep=40.0, shift=3.6e9))
+    _, shifts = align_clocks(apart)
+    assert shifts == {1: -3_600_000_000_000}
+    found = analyze([v.trace.path for v in apart])
+    assert [a.last for a in found.arrivals] == [0, 3]
+    assert any("clock was moved" in note for note in found.notes)
+    _, shifts = align_clocks(views(*two_ranks(tracing, tmp_path / "together", sleep=40.0)))
+    assert shifts == {}
+
+
+def test_groups_are_kept_apart(tracing, tmp_path):
+    """Collectives of different groups are never one, though their kind and size are the same."""
+    paths = []
+    for rank, group in ((0, "[0, 1]"), (1, "[0, 1]"), (2, "[2, 3]"), (3, "[2, 3]")):
+        t = tracing.Trace(rank, world_size=4).step(0, 0, 100)
+        t.kernel("gemm", 0, 10, launch=1).nccl("allreduce", 10 + rank, 20 - rank, launch=2, ranks=group)
+        paths.append(t.write(tmp_path / f"rank_{rank}.json"))
+    found = match(views(*paths))
+    assert sorted(sorted(m.members) for m in found.matched) == [[0, 1], [2, 3]]
+
+
+def test_point_to_point_is_not_matched(tracing, tmp_path):
+    """Sends and receives have a partner that a trace does not name."""
+    paths = [
+        tracing.Trace(r)
+        .step(0, 0, 100)
+        .nccl("send" if r else "recv", 5, 5, launch=1)
+        .write(tmp_path / f"rank_{r}.json")
+        for r in (0, 1)
+    ]
+    found = match(views(*paths))
+    assert found.matched == []
+    assert list(found.unmatched.values()) == [2]
+
+
+def test_two_traces_of_one_rank(tracing, tmp_path):
+    """Two traces of the same rank cannot be analysed together."""
+    paths = [tracing.Trace(0).op("aten::mm", 0, 1).write(tmp_path / name) for name in ("a.json", "b.json")]
+    with pytest.raises(ConfigError, match=r"a\.json.*b\.json.*rank 0"):
+        analyze(paths)
+
+
+def test_nothing_to_analyse(tmp_path):
+    """A trace without work is refused, and the message says how to record one."""
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": []}')
+    with pytest.raises(ConfigError, match="ProfilerActivity"):
+        analyze([path])
+
+
+def test_straggler_on_a_device(tracing, tmp_path):
+    """On devices, a rank whose kernels come late for want of data is named by the phase that launched them."""
+    paths = []
+    for rank, wait in ((0, 0), (1, 300), (2, 0)):
+        t = tracing.Trace(rank, world_size=3)
+        at = 0
+        for number in range(4):
+            t.step(number, at, 1000)
+            t.mark("dataloader", at, 10 + wait).mark("forward", at + 10 + wait, 100).mark(
+                "backward", at + 110 + wait, 100
+            )
+            t.kernel("copy", at + 20 + wait, 5, launch=at + 5 + wait)
+            t.kernel("gemm", at + 25 + wait, 200, launch=at + 20 + wait)
+            t.kernel("gemm", at + 225 + wait, 200, launch=at + 120 + wait)
+            t.nccl("allreduce", at + 425 + wait, 875 - wait - 425, launch=at + 130 + wait, size=3, ranks="[0, 1, 2]")
+            t.kernel("adam", at + 880, 10, launch=at + 870)
+            at += 1000
+        paths.append(t.write(tmp_path / f"rank_{rank}.json"))
+    found = analyze(paths)
+    (straggler,) = found.stragglers
+    assert (straggler.rank, straggler.phase, straggler.phase_excess) == (1, "data", 300_000)
+    assert straggler.compute_excess == 0
+    assert judge(found).bound == "straggler-bound"

@@ -1,0 +1,89 @@
+"""Reading traces in pieces: whatever the size of the pieces, nothing is lost, added or rounded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from decimal import Decimal
+
+import pytest
+
+from mtb_core import ConfigError
+from mtb_profile import reading
+from mtb_profile.loading import load_trace
+from mtb_profile.reading import TraceFile
+
+#: What might be taken for the border between two events, or for the end of them, inside an event.
+NASTY = [
+    {"ph": "X", "name": 'a "},{" b', "ts": 1.5, "dur": 2, "args": {"x": [{"y": 1}, {"y": 2}]}},
+    {"ph": "X", "name": "\\", "ts": 3, "dur": 0.001, "args": {"x": "}]}"}},
+    {"ph": "X", "name": '"traceEvents": [', "ts": 4, "dur": 1, "args": None},
+    {"ph": "i", "name": "no duration", "ts": 5},
+]
+
+
+def content(events, **tail):
+    return {"note": '"traceEvents": [{"ph": 1}]', "traceEvents": events, **tail}
+
+
+@pytest.mark.parametrize("chunk", [16, 37, 64, 301, 4096])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_any_chunk_size(tmp_path, monkeypatch, chunk, indent):
+    """Cut anywhere, the events and the keys around them are those of a plain JSON parser."""
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(content(NASTY * 9, after={"k": [1, 2]}, last="]}"), indent=indent))
+    file = TraceFile(path)
+    names = [event.name for batch in file.batches() for event in batch]
+    assert names == [event["name"] for event in NASTY * 9]
+    assert file.head == {"note": '"traceEvents": [{"ph": 1}]', "after": {"k": [1, 2]}, "last": "]}"}
+
+
+def test_memory_is_that_of_a_chunk(tmp_path, monkeypatch):
+    """No batch holds more than a chunk of events."""
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(content(NASTY * 500)))
+    sizes = [len(batch) for batch in TraceFile(path).batches()]
+    assert sum(sizes) == 2000
+    assert max(sizes) <= 2 * 1000 / 40
+
+
+def test_times_are_exact(tmp_path):
+    """Microseconds with three decimals since 1970 have more digits than a double holds, and keep them."""
+    path = tmp_path / "t.json"
+    path.write_text('[{"ph":"X","cat":"kernel","name":"k","ts":1682725898236567.123,"dur":0.001,"pid":0,"tid":7}]')
+    (event,) = next(TraceFile(path).batches())
+    assert event.ts == Decimal("1682725898236567.123")
+    assert load_trace(path).work.start.tolist() == [1682725898236567123]
+    assert load_trace(path).work.end.tolist() == [1682725898236567124]
+
+
+def test_compressed_whatever_its_name(tmp_path):
+    """Gzip is known by its content; a bare list of events, with or without its end, is a trace too."""
+    path = tmp_path / "trace.json"
+    path.write_bytes(gzip.compress(json.dumps(content(NASTY)).encode()))
+    assert sum(map(len, TraceFile(path).batches())) == 4
+    for text in (json.dumps(NASTY), json.dumps(NASTY)[:-1], json.dumps(NASTY)[:-1] + ",\n"):
+        path.write_text(text)
+        assert sum(map(len, TraceFile(path).batches())) == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'{"a": 1}', 'it has no list "traceEvents"'),
+        (b"not json", 'it has no list "traceEvents"'),
+        (gzip.compress(json.dumps(content(NASTY * 99)).encode())[:-20], "cannot be read"),
+        (json.dumps(content(NASTY * 99)).encode()[:-150], "is damaged"),
+        (b'{"traceEvents": [{"ph": "X", "ts": "yesterday"}]}', "is damaged"),
+        (b'{"traceEvents": [{"ph": "X"}, 7, {"ph": "X"}]}', "is damaged"),
+    ],
+)
+def test_damage_is_refused(tmp_path, data, message):
+    """A file that is cut off, or no trace, is refused with its name and what is wrong."""
+    path = tmp_path / "t.json"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=message) as caught:
+        list(TraceFile(path).batches())
+    assert str(path) in str(caught.value)

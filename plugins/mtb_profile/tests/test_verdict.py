@@ -1,0 +1,74 @@
+"""What bounds a run: each verdict on a trace made for it, and none without evidence."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtb_profile.analysis import analyze
+from mtb_profile.verdict import judge, shares
+
+
+def one(tracing, folder, *, gemm, wait=0, reduce=0, phase="forward"):
+    """Steps of 1000 µs of a device: a gap before the work of a phase, a gemm, an all-reduce."""
+    t = tracing.Trace(world_size=1)
+    for number in range(4):
+        at = number * 1000
+        t.step(number, at, 1000).mark(phase, at, 20)
+        t.kernel("first", at, 1, launch=at + 21)
+        t.kernel("gemm", at + wait, gemm, launch=at + 10)
+        if reduce:
+            t.nccl("allreduce", at + wait + gemm, reduce, launch=at + 30)
+        t.kernel("last", at + 999, 1, launch=at + 31)
+    return analyze([t.write(folder / "t.json")])
+
+
+@pytest.mark.parametrize(
+    ("bound", "trace"),
+    [
+        ("compute-bound", {"gemm": 980}),
+        ("communication-bound", {"gemm": 400, "reduce": 580}),
+        ("data-bound", {"gemm": 400, "wait": 590, "phase": "dataloader"}),
+        ("host-bound", {"gemm": 400, "wait": 590}),
+    ],
+)
+def test_bounds(tracing, tmp_path, bound, trace):
+    """The largest loss names the verdict; without one, it is computation."""
+    found = judge(one(tracing, tmp_path, **trace))
+    assert found.bound == bound
+    assert found.evidence
+    assert found.advice
+
+
+def test_nothing_stands_out(tracing, tmp_path):
+    """Several small losses, and not much computation, prove nothing."""
+    t = tracing.Trace(world_size=1)
+    for number in range(4):
+        at = number * 1000
+        t.step(number, at, 1000).mark("dataloader", at, 20).mark("forward", at + 30, 20)
+        t.kernel("gemm", at, 580, launch=at + 60).nccl("allreduce", at + 580, 140, launch=at + 61)
+        t.kernel("Memcpy", at + 720, 1, launch=at + 62, cat="gpu_memcpy")
+        t.kernel("copy", at + 860, 1, launch=at + 5).kernel("last", at + 999, 1, launch=at + 40)
+    found = judge(analyze([t.write(tmp_path / "t.json")]))
+    assert found.bound == "undetermined"
+    assert "Nothing stands out" in found.text
+
+
+def test_no_computation_is_no_evidence(tracing, tmp_path):
+    """A trace of communication alone says nothing about what bounds a run."""
+    t = tracing.Trace().step(0, 0, 100).nccl("allreduce", 10, 20, launch=5)
+    assert judge(analyze([t.write(tmp_path / "t.json")])).bound == "undetermined"
+
+
+def test_one_rank_of_several(tracing, tmp_path):
+    """With one rank's trace, what looks like communication may be waiting; the evidence says so."""
+    t = tracing.Trace(world_size=8).step(0, 0, 100)
+    t.kernel("gemm", 0, 20, launch=1).nccl("allreduce", 20, 80, launch=2)
+    found = judge(analyze([t.write(tmp_path / "t.json")]))
+    assert found.bound == "communication-bound"
+    assert "all ranks' traces" in found.evidence[-1]
+
+
+def test_shares_sum_to_one(tracing, tmp_path):
+    """All of the time is accounted for once."""
+    s = shares(one(tracing, tmp_path, gemm=300, wait=200, reduce=100))
+    assert sum((s.compute, s.transfer, s.waiting, s.memory, s.data, s.host)) == pytest.approx(1)
