@@ -62,7 +62,7 @@ def _whole(key: str, held: list[tuple[int, Part]]) -> torch.Tensor:
             other = int(owner[where][known].max())
             raise Mismatch(
                 f"ranks that hold the same elements of '{key}' to hold the same values",
-                f"ranks {other} and {rank} differ by up to {_largest(whole[where], tensor)}",
+                f"ranks {other} and {rank} differ by up to {_largest(whole[where][known], tensor[known])}",
             )
         whole[where] = tensor
         owner[where] = rank
