@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # ranks import the strategies in `broken` by name
 
 
 @pytest.fixture(scope="session")

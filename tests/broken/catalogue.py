@@ -1,0 +1,66 @@
+"""The list of mistakes: each is a class, a right one with one thing wrong, and the check that must notice it."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import attrs
+
+from mtb_core import NoOptions, StrategyInfo
+from mtb_core.testing import Capabilities
+
+from . import plans
+
+REPLICATED = StrategyInfo("right-replicated", "Replicas", "broken.right:Replicated", plans.data_parallel)
+SHARDED = StrategyInfo("right-sharded", "Replicas, sharded optimizer", "broken.right:Sharded", plans.data_parallel)
+
+
+@attrs.frozen
+class Mistake:
+    """A strategy that is wrong.
+
+    Attributes:
+        check: the name of the check that must fail.
+        ranks: at which the mistake shows.
+        right: the strategy that must pass that same check.
+        capabilities: what the author of the mistake declares; None: what the plan says.
+    """
+
+    info: StrategyInfo
+    check: str
+    ranks: int
+    right: StrategyInfo
+    capabilities: Capabilities | None
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """One rank too: some mistakes show only where the number of ranks changes."""
+        return (1, self.ranks)
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(check, *, ranks=2, right=REPLICATED, plan=plans.data_parallel, options=NoOptions, capabilities=None):
+    """Add a class to the list; its first line of documentation says what is wrong."""
+
+    def add(cls):
+        own = re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+        text = cls.__doc__.partition("\n")[0]
+        info = StrategyInfo(own, text, f"{cls.__module__}:{cls.__name__}", plan, options)
+        MISTAKES[own] = Mistake(info, check, ranks, right, capabilities)
+        return cls
+
+    return add
+
+
+def mistakes():
+    """The complete list, in the order of the kit's groups."""
+    for module in ("discovered", "gradients", "training", "saving", "lifecycle"):
+        import_module(f"broken.{module}")
+    return list(MISTAKES.values())

@@ -1,0 +1,27 @@
+"""Plans of the strategies here; torch-free, as those of a plugin must be."""
+
+from __future__ import annotations
+
+from mtb_core import ConfigError, Layout, Plan
+
+
+def data_parallel(options, config, world):
+    """Every rank holds the model and sees its own samples."""
+    return Plan(Layout((("dp", world.size),)))
+
+
+def copes_with_missing_gradients(options, config, world):
+    """A promise."""
+    return Plan(Layout((("dp", world.size),)), missing_gradients=True)
+
+
+def sharded(options, config, world):
+    """A promise."""
+    return Plan(Layout((("dp", world.size),)), sharded=True)
+
+
+def without_bf16(options, config, world):
+    """A plan for fp32."""
+    if config.precision != "fp32":
+        raise ConfigError(f"--precision {config.precision}: fp32 only.")
+    return Plan(Layout((("dp", world.size),)))

@@ -1,0 +1,190 @@
+"""The conformance kit itself: right strategies pass, cases are chosen, hangs end, states are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from broken import plans
+from broken.catalogue import REPLICATED, SHARDED
+
+from mtb_core import ConfigError, StrategyInfo
+from mtb_core.testing import Capabilities, StrategyConformance
+from mtb_core.testing import lab as laboratory
+from mtb_core.testing.checking import all_checks, cases, run_case
+from mtb_core.testing.episodes import episode
+from mtb_core.testing.lab import Lab
+from mtb_core.testing.stage import RankTrace
+from mtb_core.testing.states import Mismatch, assemble, equal_bitwise, equal_within
+
+
+@pytest.mark.slow
+class TestReplicated(StrategyConformance):
+    strategy = REPLICATED
+
+
+@pytest.mark.slow
+class TestSharded(StrategyConformance):
+    strategy = SHARDED
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(SHARDED, world_sizes=(2,)) as lab:
+        yield lab
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "name",
+    ["discovery.plan", "parity.weights", "parity.grad_norm", "sync.count", "models.odd_dimensions", "checkpoints.keys"],
+)
+def test_right_strategy_passes(lab: Lab, name: str) -> None:
+    """One check of each group; the complete kit is for the slow tests."""
+    (case,) = cases((2,), [name])
+    outcome = run_case(lab, case)
+    assert outcome.status == "passed", outcome.text
+
+
+def test_checks_are_told_apart() -> None:
+    """Each has a name of its own in a group, and says what must hold and what was probably done wrong."""
+    checks = all_checks()
+    assert len({check.name for check in checks}) == len(checks)
+    for check in checks:
+        assert check.name.count(".") == 1
+        assert check.title.endswith(".")
+        assert check.mistake
+
+
+def test_cases_by_world_size() -> None:
+    """A check is run at all sizes, at those above one, at the smallest of those, or at the largest only."""
+    found = {case.name for case in cases((1, 2, 3))}
+    assert {"parity.weights@1", "parity.weights@2", "parity.weights@3"} <= found
+    assert "sync.count@1" not in found
+    assert {"sync.count@2", "sync.count@3"} <= found
+    assert [name for name in found if name.startswith("processes.spawn")] == ["processes.spawn@2"]
+    assert [name for name in found if name.startswith("discovery.hooks")] == ["discovery.hooks@3"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["parity.weights@2"], ["parity.weights@2"]),
+        (["sync"], ["sync.count@2", "sync.gradients@2", "sync.restored@2"]),
+        (["sync.*ed", "*.weights"], ["parity.weights@1", "parity.weights@2", "sync.restored@2"]),
+    ],
+)
+def test_patterns(patterns: list[str], expected: list[str]) -> None:
+    """A pattern is a group, a check, or a case, with ``*``."""
+    assert [case.name for case in cases((1, 2), patterns)] == expected
+
+
+def test_pattern_without_match() -> None:
+    """It is refused, with what is nearest."""
+    with pytest.raises(ConfigError, match=r"'parity\.weigths'.*Did you mean 'parity\.weights'"):
+        cases((1, 2), ["parity.weigths"])
+
+
+@pytest.mark.parametrize("name", ["exact", "accumulation", "clipping", "bf16", "tied", "exact_resume", "resharding"])
+def test_undeclared_is_skipped(name: str) -> None:
+    """What the author does not declare is skipped, and the reason says so."""
+    with Lab(REPLICATED, capabilities=Capabilities(world_sizes=(2,), **{name: False})) as lab:
+        needing = [case for case in cases((2,)) if name in case.check.needs]
+        assert needing
+        for case in needing:
+            outcome = run_case(lab, case)
+            assert (outcome.status, outcome.reason) == ("skipped", f"not declared: {name}")
+
+
+def test_declared_but_not_so() -> None:
+    """A capability that the plan does not have fails; the plan's refusal is shown."""
+    info = StrategyInfo("no-bf16", "Refuses bf16", "broken.right:Replicated", plans.without_bf16)
+    with Lab(info, capabilities=Capabilities(world_sizes=(2,))) as lab:
+        (case,) = cases((2,), ["discovery.capabilities"])
+        outcome = run_case(lab, case)
+        assert outcome.status == "failed"
+        assert "fp32 only" in outcome.seen
+    with Lab(info, world_sizes=(2,)) as lab:
+        assert not lab.capabilities.bf16
+
+
+@pytest.mark.timeout(120)
+def test_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An episode that does not come to its end is ended, and shows where it hangs."""
+    monkeypatch.setattr(laboratory, "DEADLINE_S", 4.0)
+    info = StrategyInfo("hangs", "Hangs", "broken.lifecycle:Hangs", plans.data_parallel)
+    with Lab(info, world_sizes=(2,)) as lab:
+        with pytest.raises(Mismatch, match="comes to its end"):
+            lab.done(episode(2))
+        run = lab.run(episode(2))
+        assert run.exit_reason == "failed"
+        assert any("_wait_for_ever" in line for lines in run.log.values() for line in lines), run.why()
+
+
+@pytest.mark.timeout(120)
+def test_episode_runs_once(lab: Lab) -> None:
+    """Equal episodes are one run."""
+    assert lab.done(episode(2, steps=1)) is lab.done(episode(2, steps=1))
+
+
+def traces(*held: dict[str, list]) -> dict[int, RankTrace]:
+    return {rank: RankTrace(rank, states={1: parts}) for rank, parts in enumerate(held)}
+
+
+ROWS = torch.arange(6.0).view(3, 2)
+
+
+def test_assemble() -> None:
+    """Parts of several ranks become the whole; what several hold is compared bit for bit, NaN too."""
+    nan = torch.full((2,), float("nan"))
+    whole = assemble(
+        traces(
+            {"w": [(ROWS[:2], (3, 2), (0, 0))], "s": [(torch.tensor(2.0), (), ())], "n": [(nan, (2,), (0,))]},
+            {"w": [(ROWS[1:], (3, 2), (1, 0))], "s": [(torch.tensor(2.0), (), ())], "n": [(nan, (2,), (0,))]},
+        ),
+        1,
+    )
+    assert torch.equal(whole["w"], ROWS)
+    assert float(whole["s"]) == 2.0
+    assert bool(whole["n"].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("second", "seen"),
+    [
+        ([(ROWS[1:] + 1, (3, 2), (1, 0))], "ranks 0 and 1 differ by up to 1"),
+        ([(ROWS[2:, :1], (3, 2), (2, 0))], "1 elements are on none"),
+        ([], "2 elements are on none"),
+        ([(ROWS[1:], (3, 2), (2, 0))], "rank 1 has one of shape [2, 2] at [2, 0]"),
+        ([(ROWS[1:], (4, 2), (1, 0))], "shapes [(3, 2), (4, 2)]"),
+    ],
+    ids=["overlap", "gap-in-row", "row-missing", "outside", "shape"],
+)
+def test_assemble_refuses(second: list, seen: str) -> None:
+    """Ranks that disagree, elements that nobody holds, and parts that do not fit."""
+    with pytest.raises(Mismatch) as raised:
+        assemble(traces({"w": [(ROWS[:2], (3, 2), (0, 0))]}, {"w": second} if second else {}), 1)
+    assert seen in raised.value.seen
+
+
+def test_assemble_needs_the_step() -> None:
+    """A rank that did not get to the step is named."""
+    with pytest.raises(Mismatch, match="rank 0 after step 2"):
+        assemble(traces({"w": [(ROWS, (3, 2), (0, 0))]}), 2)
+
+
+def test_comparisons() -> None:
+    """One bit is noticed; so are keys, shapes and a factor, which is named."""
+    close = ROWS.clone()
+    close[2, 1] = torch.nextafter(close[2, 1], torch.tensor(9.0))
+    equal_bitwise({"w": ROWS}, {"w": ROWS.clone()}, "it")
+    with pytest.raises(Mismatch, match="the same bits in 'w'"):
+        equal_bitwise({"w": close}, {"w": ROWS}, "it")
+    assert equal_within({"w": close}, {"w": ROWS}, 1e-6, "it") > 0
+    with pytest.raises(Mismatch, match=r"it is 0\.5 times what it should be"):
+        equal_within({"w": ROWS / 2}, {"w": ROWS}, 1e-6, "it")
+    with pytest.raises(Mismatch, match=r"1 missing \(w"):
+        equal_within({}, {"w": ROWS}, 1e-6, "it")
+    with pytest.raises(Mismatch, match="of shape"):
+        equal_within({"w": ROWS[:2]}, {"w": ROWS}, 1e-6, "it")
