@@ -106,7 +106,7 @@ def joined(deepspeed: Any, ctx: RankContext) -> Iterator[None]:
 
 def make_engine(deepspeed: Any, module: nn.Module, optimizer: Any, settings: dict[str, Any]) -> Any:
     """DeepSpeed's engine over a filled module. All ranks, `joined`."""
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), private.without_broadcast(deepspeed):
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     # The strategy calls for the reduction itself, after it has looked for parameters without gradient.
     engine.enable_backward_allreduce = False

@@ -7,6 +7,7 @@ parameters; how they are cut differs between stages 1 and 2 on the one hand and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -220,6 +221,18 @@ def partition(parameters: Iterable[nn.Parameter], init: Any) -> None:
     for parameter in parameters:
         init._convert_to_deepspeed_param(parameter)  # noqa: SLF001
         parameter.partition()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def without_broadcast(deepspeed: Any) -> Iterator[None]:
+    """Engines made inside do not broadcast the model: all ranks have the same, and scalars would make it fail."""
+    engine = deepspeed.DeepSpeedEngine
+    before = engine._broadcast_model  # noqa: SLF001
+    engine._broadcast_model = lambda _: None  # noqa: SLF001
+    try:
+        yield
+    finally:
+        engine._broadcast_model = before  # noqa: SLF001
 
 
 def lend_group(deepspeed: Any) -> None:

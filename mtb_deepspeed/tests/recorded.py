@@ -92,14 +92,15 @@ def _parts(state: State) -> Parts:
 def whole(ranks: list[Parts]) -> dict[str, torch.Tensor]:
     """The full tensors; every element must be there, and the same wherever it is given twice."""
     out: dict[str, torch.Tensor] = {}
+    known: dict[str, torch.Tensor] = {}
     for parts in ranks:
         for key, pieces in parts.items():
             for shape, offset, part in pieces:
-                full = out.setdefault(key, torch.full(shape, float("nan"), dtype=part.dtype))
+                full = out.setdefault(key, torch.zeros(shape, dtype=part.dtype))
+                there = known.setdefault(key, torch.zeros(shape, dtype=torch.bool))
                 place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-                known = full[place]
-                assert torch.all(known.isnan() | (known == part)), key
-                full[place] = part
-    for key, full in out.items():
-        assert not full.isnan().any(), key
+                assert torch.all(~there[place] | (full[place] == part)), key
+                full[place], there[place] = part, True
+    for key, there in known.items():
+        assert there.all(), key
     return out
