@@ -55,12 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", CASES)
-def test_parity(case: str, tmp_path: Path) -> None:
-    """20 losses agree to 1e-5 with `single`, first weights to the bit, last ones to 1e-5 of their norm."""
-    expected = reference(tmp_path, **PARITY)
-    _, seen = train(tmp_path / "case", **PARITY, **CASES[case])
+def check_parity(folder: Path, case: str, settings: dict[str, Any], distance: float) -> None:
+    expected = reference(folder, **settings)
+    _, seen = train(folder / "case", **settings, **CASES[case])
     assert len(expected.losses) == 20
     assert any(r.clipped for r in expected.records)
     for rank in seen:
@@ -70,7 +67,25 @@ def test_parity(case: str, tmp_path: Path) -> None:
     final = after(seen)
     for key, tensor in after([expected]).items():
         if key.startswith("model/"):
-            assert (final[key] - tensor).norm() <= 1e-5 * tensor.norm(), key
+            assert (final[key] - tensor).norm() <= distance * tensor.norm(), key
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", CASES)
+def test_parity(case: str, tmp_path: Path) -> None:
+    """20 losses agree to 1e-5 with `single`, and first weights to the bit.
+
+    Last weights agree to 1e-4 of their norm: AdamW blows up the rounding of gradients that are almost zero, such as
+    those of tokens that hardly occur.
+    """
+    check_parity(tmp_path, case, PARITY, 1e-4)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", ["2", "3-last", "4-hsdp", "fsdp1-3-last"])
+def test_parity_sgd(case: str, tmp_path: Path) -> None:
+    """The same with SGD, which hides no scale and blows up nothing: last weights agree to 1e-5."""
+    check_parity(tmp_path, case, {"steps": 19, "optimizer": "sgd", "learning_rate": 0.1}, 1e-5)
 
 
 @pytest.mark.timeout(120)

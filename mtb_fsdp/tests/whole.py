@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from mtb_core import Job, Prepared, Result, RunInfo, State, StepRecord, Strategy, TrainConfig, hookimpl, run
+from mtb_ddp.strategy import DDPStrategy
 from mtb_fsdp.legacy import FSDP1Strategy
 from mtb_fsdp.strategy import FSDPStrategy
 
@@ -28,7 +29,7 @@ TINY: dict[str, Any] = {
     "max_grad_norm": 0.5,
     "device": "cpu",
 }
-_STRATEGIES: dict[str, type[Strategy]] = {"fsdp": FSDPStrategy, "fsdp1": FSDP1Strategy}
+_STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "fsdp1": FSDP1Strategy}
 
 
 @attrs.define
