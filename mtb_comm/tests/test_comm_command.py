@@ -142,13 +142,16 @@ def test_another_document_is_refused(tmp_path):
 LONG = ["--sizes", "256,32M", "-n", "500"]
 
 
-def started(*words):
+def started(*words, launcher=(sys.executable, "-m", "mtb_core")):
     """A measurement that goes on for long, after its first row is done."""
-    command = [sys.executable, "-m", "mtb_core", "comm", *words, "--device", "cpu", "-w", "1"]
+    command = [*launcher, "comm", *words, "--device", "cpu", "-w", "1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    line = process.stderr.readline()
-    assert line.startswith("[1/2] "), line + process.stderr.read()
-    return process
+    seen = []
+    for line in process.stderr:
+        if line.startswith("[1/2] "):
+            return process
+        seen.append(line)
+    raise AssertionError("".join(seen))
 
 
 def workers(process):
@@ -187,18 +190,27 @@ def test_killed_rank_ends_all(tmp_path, victim):
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-def torchrun(*words):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "mtb_core"]
-    return subprocess.run(
-        [*command, "comm", *words], capture_output=True, text=True, timeout=90, env=ENVIRONMENT, check=False
-    )
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "mtb_core"]
 
 
 @pytest.mark.timeout(120)
 def test_under_torchrun(tmp_path):
-    """One document, from rank 0, of torchrun's ranks; wrong usage is said in the same words."""
+    """One document, from rank 0, of torchrun's ranks."""
     output = tmp_path / "x.json"
-    done = torchrun("all_gather", *SMALL, "--json", "--output", str(output))
+    command = [*TORCHRUN, "comm", "all_gather", *SMALL, "--json", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(output.read_text())
     assert json.loads(done.stdout)["world_size"] == 2
+
+
+@pytest.mark.timeout(120)
+def test_killed_rank_under_torchrun(tmp_path):
+    """Rank 0 writes what was finished before it leaves with the failure that it has of a lost peer."""
+    output = tmp_path / "x.json"
+    process = started("all_reduce", *LONG, "--output", str(output), launcher=TORCHRUN)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    document = json.loads(output.read_text())
+    assert process.returncode == 1
+    assert (document["exit_reason"], [row["size_bytes"] for row in document["results"]]) == ("failed", [256])
