@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from mtb_core.api.errors import ConfigError
+from mtb_core.api.state import piece
 from mtb_core.api.values import ModelSpec
 from mtb_core.config.schema import TrainConfig
 
@@ -135,16 +136,12 @@ def _full_tensor(spec: ModelSpec, name: str, like: Tensor, seed: int) -> Tensor:
     return full
 
 
-def _copy_part(tensor: Any, full: Tensor) -> None:
+def _copy_part(tensor: Tensor, full: Tensor) -> None:
     """Copy this rank's part of `full` into `tensor`, plain or sharded."""
-    if hasattr(tensor, "placements"):  # a DTensor; importing the class takes seconds, which plain runs are spared
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
-
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
-            full = full.narrow(dim, min(start, full.shape[dim]), size)
-        tensor = tensor.to_local()
-    tensor.copy_(full)
+    part = piece(tensor)
+    for dim, (start, size) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
+        full = full.narrow(dim, min(start, full.shape[dim]), size)
+    part.tensor.copy_(full)
 
 
 def _change_class(module: nn.Module, subclass: Any) -> None:
