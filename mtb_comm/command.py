@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from mtb_core import ConfigError
 
 from .definitions import DTYPE_BYTES, REDUCTIONS
-from .points import CommRequest, dtype_names, operation_names, reduction_names, split_names
+from .points import CommRequest, dtype_names, operation_names, ranks_of, reduction_names, split_names
 from .sizes import parse_size, parse_splits, swept_sizes
 
 _EXITS = {"done": 0, "stopped": 4, "interrupted": 130, "failed": 3}
@@ -190,12 +190,13 @@ def _document(ctx: click.Context, given: dict[str, Any]) -> dict[str, Any] | Non
 
     if given["result"] is not None:
         return read_document(given["result"])
-    ranks = int(os.environ.get("WORLD_SIZE", given["nproc"]))
     if _named(ctx, "minbytes") and not _named(ctx, "maxbytes"):
         given["maxbytes"] = max(given["minbytes"], given["maxbytes"], key=lambda text: parse_size(text, "-b"))
     if _named(ctx, "maxbytes") and not _named(ctx, "minbytes"):
         given["minbytes"] = min(given["minbytes"], given["maxbytes"], key=lambda text: parse_size(text, "-e"))
-    request = request_of(given, sizes_given=_named(ctx, "minbytes", "maxbytes", "sizes"), ranks=ranks)
+    request = request_of(
+        given, sizes_given=_named(ctx, "minbytes", "maxbytes", "sizes"), ranks=ranks_of(given["nproc"])
+    )
     from .running import measure_all  # noqa: PLC0415  (imports torch)
 
     return measure_all(

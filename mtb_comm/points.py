@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import attrs
 
-from mtb_core import ConfigError, nearest
+from mtb_core import ConfigError, external_launcher, nearest
 
 from .definitions import DTYPE_BYTES, OPERATIONS, REDUCTIONS, whole_elements
 from .sizes import drawn_splits, size_text
@@ -127,6 +128,14 @@ def _names(words: tuple[str, ...], known: tuple[str, ...], aliases: dict[str, st
         else:
             raise ConfigError(f"There is no {what} '{word}'.{nearest(name, known)} Valid: {', '.join(known)}, all.")
     return tuple(dict.fromkeys(out))
+
+
+def ranks_of(nproc: int) -> int:
+    """Number of all ranks: `nproc` where this process starts them, else what torchrun or Slurm says."""
+    launcher = external_launcher()
+    if launcher is None:
+        return nproc
+    return int(os.environ["WORLD_SIZE" if launcher == "torchrun" else "SLURM_NTASKS"])
 
 
 def group_ranks(request: CommRequest, world_size: int) -> int:

@@ -10,11 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mtb_core import ConfigError, Failure, environment, external_launcher, run_ranks
+from mtb_core import ConfigError, Failure, environment, run_ranks
 
 from .bench import Tamper, Work, measure, read_journal
 from .document import make_document
-from .points import CommRequest, group_ranks, plan_points
+from .points import CommRequest, group_ranks, plan_points, ranks_of
 
 #: Lines of progress are at least so far apart, but for the last one.
 _PACE_S = 0.5
@@ -105,11 +105,7 @@ def _refuse_early(request: CommRequest, nproc: int, device: str, backend: str) -
 
     On ``auto`` devices the backend is not known yet, so only what no backend does is refused here.
     """
-    size = nproc
-    if external_launcher() is not None:
-        import os  # noqa: PLC0415
-
-        size = int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", str(nproc))))
+    size = ranks_of(nproc)
     if size < 1:
         raise ConfigError(f"--nproc is {size}; there must be at least 1 rank.")
     group_ranks(request, size)
