@@ -1,0 +1,1 @@
+"""`mtb compare`: which of two is faster, how sure that is, and what makes them unlike."""

@@ -1,0 +1,1 @@
+"""`mtb evidence`: what a folder of results holds, by digest, and whether it tells too much."""

@@ -1,0 +1,1 @@
+"""`mtb report` and `mtb explain`: results for people to read."""

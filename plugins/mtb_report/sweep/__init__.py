@@ -1,0 +1,1 @@
+"""`mtb sweep`: a matrix of trainings, each in a process of its own, with every outcome recorded."""
