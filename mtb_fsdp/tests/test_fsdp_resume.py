@@ -43,19 +43,19 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "case",
     [
-        "fsdp-1",
-        "fsdp-2",
+        pytest.param("fsdp-1", marks=pytest.mark.slow),
+        pytest.param("fsdp-2", marks=pytest.mark.slow),
         "fsdp-3-accumulate",
         "fsdp-3-last",
-        "fsdp-2-bf16",
-        "fsdp-2-sgd",
-        "fsdp-2-offload",
-        "fsdp-4-hsdp",
-        "fsdp1-1",
+        pytest.param("fsdp-2-bf16", marks=pytest.mark.slow),
+        pytest.param("fsdp-2-sgd", marks=pytest.mark.slow),
+        pytest.param("fsdp-2-offload", marks=pytest.mark.slow),
+        pytest.param("fsdp-4-hsdp", marks=pytest.mark.slow),
+        pytest.param("fsdp1-1", marks=pytest.mark.slow),
         "fsdp1-3",
-        "fsdp1-3-last",
-        "fsdp1-2-none",
-        "fsdp1-2-bf16",
+        pytest.param("fsdp1-3-last", marks=pytest.mark.slow),
+        pytest.param("fsdp1-2-none", marks=pytest.mark.slow),
+        pytest.param("fsdp1-2-bf16", marks=pytest.mark.slow),
     ],
 )
 def test_resume_is_bitwise(case: str, tmp_path: Path) -> None:
@@ -74,16 +74,16 @@ def test_resume_is_bitwise(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "tied"])
 @pytest.mark.parametrize(
     ("saver", "resumers"),
     [
         ("single", ("fsdp-1", "fsdp-2", "fsdp-3", "fsdp1-2", "fsdp1-3")),
-        ("ddp-2", ("fsdp-3", "fsdp1-3")),
-        ("fsdp-2", ("single", "ddp-3", "fsdp-1", "fsdp-3-root", "fsdp1-3")),
+        pytest.param("ddp-2", ("fsdp-3", "fsdp1-3"), marks=pytest.mark.slow),
+        pytest.param("fsdp-2", ("single", "ddp-3", "fsdp-1", "fsdp-3-root", "fsdp1-3"), marks=pytest.mark.slow),
         ("fsdp-3", ("single", "ddp-2", "fsdp-2", "fsdp1-2")),
-        ("fsdp-4-hsdp", ("single", "fsdp-3")),
-        ("fsdp1-2", ("single", "fsdp-3", "fsdp1-3", "fsdp1-2-none")),
+        pytest.param("fsdp-4-hsdp", ("single", "fsdp-3"), marks=pytest.mark.slow),
+        pytest.param("fsdp1-2", ("single", "fsdp-3", "fsdp1-3", "fsdp1-2-none"), marks=pytest.mark.slow),
         ("fsdp1-3", ("single", "ddp-2", "fsdp-2", "fsdp1-1", "fsdp1-2")),
     ],
 )

@@ -55,6 +55,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+#: The others run with the slow tests.
+FAST = ("1", "3-accumulate", "3-last", "2-keep", "4-hsdp", "fsdp1-2", "fsdp1-3-last")
+
+
 def check_parity(folder: Path, case: str, settings: dict[str, Any], distance: float) -> None:
     expected = reference(folder, **settings)
     _, seen = train(folder / "case", **settings, **CASES[case])
@@ -71,7 +75,7 @@ def check_parity(folder: Path, case: str, settings: dict[str, Any], distance: fl
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_parity(case: str, tmp_path: Path) -> None:
     """20 losses agree to 1e-5 with `single`, and first weights to the bit.
 
@@ -100,7 +104,7 @@ def test_bf16_is_near(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("fsdp1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     ["Net", "FrozenBlock", "FrozenStart", "TiedBlocks", "BlockTwice", "Temperature", "Normalised", "filled_normalised"],
