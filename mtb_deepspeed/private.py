@@ -68,6 +68,22 @@ class ZeroParts:
     def _held(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, torch.Tensor]:
         return tuple(parameter.shape), 0, parameter.detach().view(-1)
 
+    def held(self) -> dict[str, list[torch.Tensor]]:
+        """What this rank keeps now, by purpose (``parameters``, ``gradients``, ``optimizer``), without buckets."""
+        flats = [flat for _, flat in self.flats()]
+        states = [v for flat in flats for v in self.optimizer.state.get(flat, {}).values() if torch.is_tensor(v)]
+        return {
+            "parameters": [tensor.detach() for tensor in self._weights()],
+            "gradients": [*self._gradients_held(), *(flat.grad for flat in flats if flat.grad is not None)],
+            "optimizer": [*(flat.detach() for flat in flats), *states],
+        }
+
+    def _weights(self) -> list[torch.Tensor]:
+        return list(self._engine.module.parameters())
+
+    def _gradients_held(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
     def gradients(self) -> list[torch.Tensor]:
         """This rank's reduced gradients in fp32: live, so that scaling them scales what the optimizer will use."""
         raise NotImplementedError
@@ -106,6 +122,12 @@ class PartsOfStage12(ZeroParts):
     def flats(self) -> list[tuple[int, torch.Tensor]]:
         """See `ZeroParts`."""
         return list(enumerate(self._zero.single_partition_of_fp32_groups))
+
+    def _gradients_held(self) -> list[torch.Tensor]:
+        zero = self._zero
+        kept = [*zero.averaged_gradients.values(), *zero.all_grad_tensors.values()]
+        whole = [parameter.grad for parameter in self._weights() if parameter.grad is not None]
+        return [*whole, *(tensor for part in kept if part is not None for tensor in part)]
 
     def gradients(self) -> list[torch.Tensor]:
         """See `ZeroParts`."""
@@ -170,6 +192,13 @@ class PartsOfStage3(ZeroParts):
     def _held(self, parameter: Any) -> tuple[tuple[int, ...], int, torch.Tensor]:
         start, numel = self._range(parameter)
         return tuple(parameter.ds_shape), start if numel else 0, parameter.ds_tensor.detach().narrow(0, 0, numel)
+
+    def _weights(self) -> list[torch.Tensor]:
+        parameters: list[Any] = list(self._engine.module.parameters())
+        return [*parameters, *(parameter.ds_tensor for parameter in parameters)]
+
+    def _gradients_held(self) -> list[torch.Tensor]:
+        return [self._zero.grad_partitions_flat_buffer]
 
     def gradients(self) -> list[torch.Tensor]:
         """See `ZeroParts`."""
