@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: torch's operator names to the field's names. Several operators are one kind of collective.
@@ -138,4 +139,8 @@ def _ranks(args: Sequence[Any]) -> tuple[int, ...] | None:
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):  # noqa: SLF001
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    # Functional collectives, which DTensor uses, name their group by a text, the last of their arguments.
+    if args and isinstance(args[-1], str):
+        name: Any = args[-1]
+        return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
     return None

@@ -58,6 +58,11 @@ with CountCollectives() as counted:
     functional.all_gather_tensor(four, 0, dist.group.WORLD) + 0
     functional.reduce_scatter_tensor(four, "sum", 0, dist.group.WORLD) + 0
 found["functional"] = [counted.calls, counted.message_bytes]
+alone = [dist.new_group([0]), dist.new_group([1])][rank]
+with CountCollectives() as counted:
+    functional.all_reduce(four, "sum", dist.group.WORLD) + 0
+    functional.reduce_scatter_tensor(four, "sum", 0, alone) + 0
+found["functional_ranks"] = [c.ranks for c in counted.seen]
 
 weight = torch.ones(3, requires_grad=True)
 weight.register_hook(lambda gradient: dist.all_reduce(gradient))
@@ -135,6 +140,12 @@ def test_functional_collectives_are_the_same_kinds(counted: list[dict]) -> None:
         calls, size = rank["functional"]
         assert calls == {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1}
         assert size == {"all_reduce": 16, "all_gather": 32, "reduce_scatter": 16}
+
+
+def test_functional_collectives_name_their_ranks(counted: list[dict]) -> None:
+    """Also those within a smaller group, so that they are not taken for others."""
+    for rank, found in enumerate(counted):
+        assert found["functional_ranks"] == [[0, 1], [rank]]
 
 
 def test_collectives_of_autograd_hooks_are_seen(counted: list[dict]) -> None:
