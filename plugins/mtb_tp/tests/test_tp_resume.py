@@ -47,6 +47,8 @@ def test_resume_is_bitwise(case: str, tmp_path: Path) -> None:
                 assert torch.equal(tensor, other), key
 
 
+#: So many of the crossings are tried in quick runs of the tests.
+FAST = 4
 CROSSINGS = [
     (under(2, **ALL), under(1, "single")),
     (under(1, "single"), under(4, tp=2, **FSDP)),
@@ -60,7 +62,10 @@ CROSSINGS = [
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("before", "after"), CROSSINGS)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*pair, marks=() if i < FAST else pytest.mark.slow) for i, pair in enumerate(CROSSINGS)],
+)
 def test_state_goes_to_other_ranks_exactly(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
     """Weights, both moments and step counts are bitwise what was saved; training goes on with the same losses."""
     common = {"n_heads": 4, "d_model": 20, "global_batch_size": 12, "tie_embeddings": True}
