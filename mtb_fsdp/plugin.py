@@ -109,6 +109,7 @@ def plan(options: FSDPOptions, config: TrainConfig, world: World) -> Plan:
         exact=options.reduce_dtype == "fp32" and not lower,
         reduce_dtype=options.reduce_dtype,
         missing_gradients=options.unused_parameters,
+        sharded=shards > 1,
     )
 
 
@@ -119,6 +120,7 @@ def plan_legacy(options: FSDP1Options, config: TrainConfig, world: World) -> Pla
         Layout((("dp", world.size),)),
         auto_sync="last" if options.sharding == "none" else "every",
         missing_gradients=True,  # a unit's gradients are one tensor, in which unused parameters have zeros
+        sharded=options.sharding != "none" and world.size > 1,
     )
 
 

@@ -186,6 +186,8 @@ def _drop_unfinished(module: Any) -> None:
     FSDP's own reset does not drop those. The names used for it are private to torch; the tests of exceptions fail if
     they go.
     """
+    if module._get_fsdp_state()._is_root is None:  # noqa: SLF001
+        return  # nothing was called yet, so nothing is unfinished
     module.reset_iter_state()
     for part in _fsdp_modules(module):
         for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001

@@ -30,8 +30,6 @@ FAST = {
     "ready-first",
     "updated-in-backward",
 }
-#: Left out of the complete table: each costs as much as all others together.
-DEAR = {"checkpoints.crash", "processes.spawn"}
 
 
 class Labs:
@@ -88,25 +86,26 @@ def test_mistake_is_noticed(mistake: Mistake, right: Labs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1800)
 def test_kill_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checks of the kit against all mistakes: printed as a table; every mistake has its own check among those that fail."""
+    """Every mistake is noticed by the check that names it; printed as a table, with the other checks that notice it."""
     monkeypatch.setattr(laboratory, "DEADLINE_S", 15.0)
     survivors = []
     with capsys.disabled():
-        print("\nmistake | noticed by | and by")
+        print("\nmistake | named by | parity and sync checks that notice it as well")
         for mistake in mistakes():
-            killers = whole_kit(mistake)
-            others = ", ".join(name for name in killers if name != mistake.check)
-            own = mistake.check if mistake.check in killers else "-"
+            killers = killing(mistake)
+            others = ", ".join(name for name in killers if name != mistake.check) or "-"
+            own = mistake.check if mistake.check in killers else "NOT NOTICED"
             print(f"{mistake.name} | {own} | {others}", flush=True)
             if mistake.check not in killers:
                 survivors.append(mistake.name)
+        print(f"kill rate: {1 - len(survivors) / len(mistakes()):.0%} of {len(mistakes())}")
     assert survivors == []
 
 
-def whole_kit(mistake: Mistake) -> list[str]:
-    """Names of the checks that fail at the number of ranks at which the mistake shows."""
+def killing(mistake: Mistake) -> list[str]:
+    """Names of the checks that fail at the number of ranks at which the mistake shows, of those that are cheap to run."""
     with lab_of(mistake) as lab:
-        chosen = [c for c in cases((mistake.ranks,)) if c.check.name not in DEAR - {mistake.check}]
+        chosen = cases((mistake.ranks,), ["parity", "sync", mistake.check])
         return [o.case.check.name for o in (run_case(lab, case) for case in chosen) if o.status == "failed"]

@@ -45,13 +45,14 @@ class Failure:
     """How one rank failed.
 
     Attributes:
-        rank: global rank where the cause lies; None where it is no rank's (the launcher itself).
+        rank: global rank where the cause lies; None where it is no single rank's: all of them, or the launcher itself.
         kind: name of the exception's class, ``"signal SIGKILL"`` or ``"exit code 5"``.
         message: of the exception, or what was seen.
         step: optimizer step, where it is known.
         traceback: as text; empty where there is none.
         time: seconds since the epoch, on the clock of the failing rank's machine.
         secondary: probably only a consequence of another rank's failure.
+        agreed: all ranks failed together, for the same reason.
         expected: the message is meant for people (`MtbError`); a traceback would add nothing.
     """
 
@@ -63,10 +64,12 @@ class Failure:
     time: float = attrs.field(factory=time.time)
     secondary: bool = False
     expected: bool = False
+    agreed: bool = False
 
     def __str__(self) -> str:
         """One line or paragraph for people."""
-        where = "The launcher" if self.rank is None else f"Rank {self.rank}"
+        nobody = "All ranks" if self.agreed else "The launcher"
+        where = nobody if self.rank is None else f"Rank {self.rank}"
         at = "" if self.step is None else f" at step {self.step}"
         if self.kind.startswith("signal "):
             return f"{where} died by {self.kind.removeprefix('signal ')}{at}. {self.message}".rstrip()
@@ -91,14 +94,17 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         return error.failure
     if isinstance(error, SystemExit):
         return Failure(rank, f"exit code {_exit_code(error)}", "It called sys.exit().", traceback=_text(error))
+    agreed = getattr(error, "agreed", False)
+    named = getattr(error, "rank", None)
     return Failure(
-        rank=rank if getattr(error, "rank", None) is None else error.rank,  # type: ignore[attr-defined]
+        rank=rank if named is None and not agreed else named,
         kind=type(error).__name__,
         message=str(error),
         step=getattr(error, "step", None),
         traceback=_text(error),
         secondary=_lost_peer(error),
         expected=isinstance(error, MtbError),
+        agreed=agreed,
     )
 
 

@@ -154,7 +154,7 @@ def _train(
         if step == counted:
             with CountCollectives() as counter:
                 record = trainer.step(warmup=True)
-            _note_collectives(counter, outcome)
+            _note_collectives(counter, outcome, agreed=ctx.world_size > 1)
         else:
             record = trainer.step(warmup=step <= warmup_until)
         outcome.records.append(record)
@@ -249,10 +249,10 @@ def _may_count(inputs: TrialInputs, outcome: TrialOutcome) -> bool:
     return False
 
 
-def _note_collectives(counter: CountCollectives, outcome: TrialOutcome) -> None:
-    """Keep what was counted; the step's own small all-reduce is told apart as ``agreement``."""
+def _note_collectives(counter: CountCollectives, outcome: TrialOutcome, *, agreed: bool) -> None:
+    """Keep what was counted; the step's own small all-reduce, if there is one, is told apart as ``agreement``."""
     calls, sizes = dict(counter.calls), dict(counter.message_bytes)
-    if calls:
+    if agreed:
         calls["all_reduce"] -= 1
         sizes["all_reduce"] -= AGREEMENT_ELEMENTS * 8
         calls["agreement"], sizes["agreement"] = 1, AGREEMENT_ELEMENTS * 8
