@@ -10,37 +10,18 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from mtb_core import RunInfo, hookimpl, write_json
 
+from .schedule import Schedule
 from .traces import memory_timeline, publish_trace, trace_path
 
 #: Operators that are written down, the most expensive ones.
 _OPERATORS = 100
 
 _Context = AbstractContextManager[None]
-
-
-@attrs.frozen
-class Schedule:
-    """Which steps are recorded.
-
-    After the benchmark's warm-up, `wait` steps pass, in `warmup` more the profiler runs and forgets, and then `active`
-    are recorded. With `memory`, allocations are recorded too.
-    """
-
-    wait: int = 1
-    warmup: int = 1
-    active: int = 3
-    memory: bool = False
-
-    @property
-    def steps(self) -> int:
-        """Steps that this takes."""
-        return self.wait + self.warmup + self.active
 
 
 class Recorder:

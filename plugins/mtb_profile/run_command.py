@@ -14,7 +14,6 @@ import attrs
 import click
 
 from mtb_core import (
-    ConfigError,
     GroupedCommand,
     GroupedOption,
     TrainConfig,
@@ -27,11 +26,12 @@ from mtb_core import (
     write_json,
 )
 
+from .schedule import Schedule
+
 if TYPE_CHECKING:
     from mtb_core import Result
 
     from .analyze_command import Found
-    from .recorder import Schedule
 
 _SHOWN_OPERATORS = 10
 #: Why a profiled run's times are no measurement.
@@ -56,11 +56,9 @@ def _run(
     profiler up, and --profile-active steps are recorded, one trace for each rank in RUN/trace/, to be opened in Perfetto
     (ui.perfetto.dev). The result says `benchmark: profile` and is never a valid measurement of speed.
     """
-    from .recorder import Schedule  # noqa: PLC0415  (imports torch; the help must not)
-
     plan = Schedule(profile_wait, profile_warmup, profile_active, memory_timeline)
     given = given_settings(click.get_current_context())
-    wanted = _with_steps(load_config(given, file=config), plan)
+    wanted = load_config(given, file=config)
     result, folder = profile_run(wanted, plan, quiet=quiet)
     if not reports_here():
         return 0
@@ -91,11 +89,11 @@ def profile_run(config: TrainConfig, plan: Schedule, *, quiet: bool = False) -> 
     Raises:
         ConfigError: nothing was started.
     """
-    from mtb_core import run  # noqa: PLC0415  (imports torch)
+    config = plan.fit(config)
+    from mtb_core import run  # noqa: PLC0415  (imports torch; the help and refusals must not)
 
     from .recorder import Recorder  # noqa: PLC0415
 
-    _check(config, plan)
     # Kineto announces itself on stderr of every rank otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     result = run(attrs.evolve(config, output=None), quiet=quiet, plugins={"profile": partial(Recorder, plan)})
@@ -113,34 +111,6 @@ def profile_run(config: TrainConfig, plan: Schedule, *, quiet: bool = False) -> 
 
 def _given_output(result: Result, config: TrainConfig) -> Mapping[str, Any]:
     return {**result.config, "output": config.output}
-
-
-def _with_steps(config: TrainConfig, plan: Schedule) -> TrainConfig:
-    return (
-        config if config.steps is not None or config.until_step is not None else attrs.evolve(config, steps=plan.steps)
-    )
-
-
-def _check(config: TrainConfig, plan: Schedule) -> None:
-    for option, value, least in (
-        ("--profile-wait", plan.wait, 0),
-        ("--profile-warmup", plan.warmup, 0),
-        ("--profile-active", plan.active, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"{option} is {value}; it must be at least {least}.")
-    if config.repeat != 1:
-        raise ConfigError(f"--repeat is {config.repeat}, but a profile is of one trial; leave it out.")
-    if config.until_step is not None:
-        raise ConfigError(
-            f"--until-step {config.until_step} is set, but how many steps a profile needs is counted from its start; use "
-            f"--steps, at least {plan.steps}."
-        )
-    if config.steps is not None and config.steps < plan.steps:
-        raise ConfigError(
-            f"--steps is {config.steps}, but the profile needs {plan.steps}: --profile-wait {plan.wait}, --profile-warmup "
-            f"{plan.warmup} and --profile-active {plan.active}. Take more steps or record fewer."
-        )
 
 
 def _analysis(folder: Path | None, result: Result, *, mfu: bool, timeline: bool) -> Found | None:

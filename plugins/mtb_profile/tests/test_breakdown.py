@@ -97,13 +97,11 @@ def test_sums_on_random_traces(tracing, tmp_path):
         for _ in range(dice.randint(1, 60)):
             start, length = round(dice.uniform(0, 900), 3), round(dice.uniform(0, 80), 3)
             launch = round(dice.uniform(0, 600), 3)
-            dice.choice(
-                [
-                    lambda a, n, at: t.kernel("gemm", a, n, launch=at),
-                    lambda a, n, at: t.nccl("allreduce", a, n, launch=at),
-                    lambda a, n, at: t.kernel("Memcpy", a, n, launch=at, cat="gpu_memcpy"),
-                ]
-            )(start, length, launch)
+            kind = dice.choice(("gemm", "allreduce", "Memcpy"))
+            if kind == "allreduce":
+                t.nccl(kind, start, length, launch=launch)
+            else:
+                t.kernel(kind, start, length, launch=launch, cat="kernel" if kind == "gemm" else "gpu_memcpy")
         path = t.write(tmp_path / f"{number}.json")
         for window in ("trace", "steps"):
             found = times(path, window)
