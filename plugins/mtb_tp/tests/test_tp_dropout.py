@@ -57,6 +57,11 @@ def masks(folder: Path, nproc: int, options: dict[str, Any], **more: Any) -> lis
     return [pickle.loads((folder / f"masks{rank}").read_bytes()) for rank in range(nproc)]
 
 
+def independent(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two masks differ in about half of their elements. A few may differ by zeros of the activations alone."""
+    return 0.3 < float((left != right).float().mean()) < 0.7
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", CASES)
 def test_masks(case: str, tmp_path: Path) -> None:
@@ -69,11 +74,11 @@ def test_masks(case: str, tmp_path: Path) -> None:
         assert len(first) == 4
         for mine, other in zip(first, second, strict=True):
             assert 0.35 < mine.float().mean() < 0.65
-            assert torch.equal(mine, other) is not cut, name
-        assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in first[:i])
+            assert independent(mine, other) if cut else torch.equal(mine, other), name
+        assert all(independent(a, b) for i, a in enumerate(first) for b in first[:i])
         if nproc == 4:
-            assert not any(torch.equal(a, b) for a in first for b in ranks[2][name])
-    assert not torch.equal(ranks[0]["blocks.0.drop1"][0], ranks[0]["blocks.1.drop2"][0])
+            assert all(independent(a, b) for a in first for b in ranks[2][name])
+    assert independent(ranks[0]["blocks.0.drop1"][0], ranks[0]["blocks.1.drop2"][0])
     # Attention weights belong to heads, which ranks share: their dropout draws from each rank's own stream.
     assert not any(torch.equal(a, b) for a, b in zip(ranks[0]["stream"], ranks[1]["stream"], strict=True))
 
