@@ -28,7 +28,13 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "sink": ("jsonl",),
 }
-STAGE_3 = {"stage": 3, "param_persistence_threshold": 0, "max_live_parameters": 0, "prefetch_bucket_size": 0}
+STAGE_3 = {
+    "stage": 3,
+    "param_persistence_threshold": 0,
+    "max_live_parameters": 0,
+    "max_reuse_distance": 0,
+    "prefetch_bucket_size": 0,
+}
 
 
 def trained(folder: Path, **settings: Any) -> Result:
