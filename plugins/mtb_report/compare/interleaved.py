@@ -1,0 +1,65 @@
+"""Two configurations measured in turns on this machine: A B A B …, so that both halves of a pair are close in time."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mtb_core import ConfigError, RunFailed, load_config
+from mtb_report.results import Record
+from mtb_report.training import Attempt, train
+
+#: What a pair decides by itself.
+_OURS = ("run_dir", "output", "repeat")
+_EXCLUDED = ("resume", "checkpoint_dir")
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The settings of a configuration to be measured, all valid.
+
+    Raises:
+        ConfigError: it is no configuration, or one that a second trial would not do again from the start.
+    """
+    load_config(file=file)
+    settings = tomllib.loads(file.read_text(encoding="utf-8"))
+    for name in _EXCLUDED:
+        if settings.get(name) is not None:
+            raise ConfigError(
+                f"{file} sets {name} = {settings[name]!r}, but compare --run trains several times from the start, "
+                "without checkpoints. Take it out."
+            )
+    return {k: v for k, v in settings.items() if k not in _OURS}
+
+
+def measure_pairs(
+    a: dict[str, Any],
+    b: dict[str, Any],
+    *,
+    pairs: int,
+    folder: Path,
+    timeout_s: float | None,
+    on_progress: Callable[[str], None],
+) -> tuple[list[Record], list[Record]]:
+    """Train with `a` and `b` in turns, `pairs` times each, every trial in a folder of its own.
+
+    Raises:
+        RunFailed: a training did not end as planned.
+    """
+    sides: dict[str, list[Record]] = {"a": [], "b": []}
+    for pair in range(pairs):
+        for side, settings in (("a", a), ("b", b)):
+            attempt = train(folder / f"pair_{pair:03d}" / side, settings, timeout_s=timeout_s)
+            sides[side].append(_measured(attempt, side, pair))
+            on_progress(f"pair {pair + 1} of {pairs}, {side.upper()}: {attempt.seconds:.1f} s")
+    return sides["a"], sides["b"]
+
+
+def _measured(attempt: Attempt, side: str, pair: int) -> Record:
+    if attempt.status != "success" or attempt.result is None:
+        raise RunFailed(
+            f"Training {side.upper()} of pair {pair + 1} ended with status {attempt.status} (exit code "
+            f"{attempt.exit_code}): {attempt.reason}. The command was: {attempt.command}"
+        )
+    return attempt.result

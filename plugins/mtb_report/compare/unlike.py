@@ -1,0 +1,100 @@
+"""In what two results are unlike, and which of it makes their times say nothing about each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from mtb_report.results import Record
+
+#: Another amount or kind of work: times are not comparable.
+WORK = "work"
+#: Another arithmetic: faster may be less exact.
+NUMERICS = "numerics"
+#: Another machine, device, software or source.
+PLACE = "place"
+#: What was to be compared, as a rule.
+SETTING = "setting"
+
+_WORK = (
+    "benchmark", "model", "parameters", "seq_length", "vocab_size", "d_model", "n_heads", "n_layers", "qk_norm",
+    "tie_embeddings", "data", "global_batch_size", "optimizer",
+)  # fmt: skip
+_NUMERICS = ("precision", "reduce_dtype", "compile", "dropout")
+_SETTINGS = (
+    "strategy", "strategy_options", "world_size", "batch_size_per_rank", "gradient_accumulation_steps",
+    "resolved_gradient_sync_mode", "activation_checkpointing", "steps", "warmup_steps", "max_grad_norm", "seed",
+    "sink", "save_every", "async_save", "eval_every",
+)  # fmt: skip
+_DEVICE = ("device", "device_name", "backend")
+_SOURCE = ("git_revision", "git_dirty", "git_diff_digest", "build_revision", "image_id")
+#: Of the environment, what changes from run to run on one machine.
+_PASSING = ("governor", "load")
+
+
+@attrs.frozen
+class Difference:
+    """One thing in which A and B are unlike.
+
+    Attributes:
+        group: `WORK`, `NUMERICS`, `PLACE` or `SETTING`.
+        name: the key, with dots inside tables.
+        a, b: the values; None where a file does not say.
+    """
+
+    group: str
+    name: str
+    a: Any
+    b: Any
+
+    @property
+    def decides(self) -> bool:
+        """Whether both say it and mean other work, so that their times cannot be compared."""
+        return self.group == WORK and self.a is not None and self.b is not None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_shown(self.a)} | {_shown(self.b)}"
+
+
+def differences(a: Record, b: Record) -> list[Difference]:
+    """Every difference of two results that bears on a comparison; what both do not say is none."""
+    out: list[Difference] = []
+    groups = ((WORK, _WORK), (NUMERICS, _NUMERICS), (PLACE, _DEVICE), (SETTING, _SETTINGS))
+    for group, names in groups:
+        for name in names:
+            out += _unlike(group, name, _value(a, name), _value(b, name))
+    for name in _SOURCE:
+        out += _unlike(PLACE, name, a.provenance.get(name), b.provenance.get(name))
+    left = {k: v for k, v in a.environment.items() if k not in _PASSING}
+    right = {k: v for k, v in b.environment.items() if k not in _PASSING}
+    out += _unlike(PLACE, "environment", left, right)
+    out += _unlike(PLACE, "plugins", _versions(a), _versions(b))
+    return out
+
+
+def _value(record: Record, name: str) -> Any:
+    """A setting, wherever the file has it; older files keep sizes in ``model_config``."""
+    if name == "benchmark":
+        return record.kind
+    for table in (record.values, record.get("config") or {}, record.get("model_config") or {}):
+        if table.get(name) is not None:
+            return table[name]
+    return None
+
+
+def _versions(record: Record) -> dict[str, Any]:
+    return {str(p.get("name")): p.get("version") for p in record.get("plugins") or ()}
+
+
+def _unlike(group: str, name: str, a: Any, b: Any) -> Iterator[Difference]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in sorted({*a, *b}, key=str):
+            yield from _unlike(group, f"{name}.{key}", a.get(key), b.get(key))
+    elif a != b:
+        yield Difference(group, name, a, b)
+
+
+def _shown(value: Any) -> str:
+    return "not known" if value is None else str(value)

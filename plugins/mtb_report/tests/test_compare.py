@@ -1,0 +1,281 @@
+"""`mtb compare`: right verdicts, few false ones, unlike things named, gates that hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from mtb_core import CheckFailed, ConfigError
+from mtb_report.compare.command import compare
+from mtb_report.compare.student import cdf, quantile
+from mtb_report.compare.verdict import compare_trials
+
+#: Step times (ms) of 40 trials of one tiny training in a row, as measured on a loaded machine of two cores: skewed, and
+#: each like the one before it.
+MEASURED = (
+    1.747, 2.009, 3.631, 4.269, 2.925, 3.765, 4.23, 5.501, 3.397, 3.027, 3.098, 2.805, 0.737, 1.527, 1.068, 1.467,
+    1.571, 1.132, 1.304, 1.514, 1.154, 1.698, 1.438, 1.268, 1.72, 1.708, 2.092, 1.968, 1.9, 1.481, 1.264, 1.042, 2.112,
+    3.665, 0.742, 1.145, 2.25, 0.718, 0.712, 0.727,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("p", "degrees", "expected"),
+    [
+        (0.975, 1, 12.7062),
+        (0.975, 2, 4.30265),
+        (0.995, 4, 4.60409),
+        (0.975, 9, 2.26216),
+        (0.9, 30, 1.31042),
+        (0.975, 1e6, 1.95997),
+        (0.025, 9, -2.26216),
+    ],
+)
+def test_quantiles_are_those_of_the_tables(p: float, degrees: float, expected: float) -> None:
+    """Quantiles agree with printed tables, and the distribution undoes them."""
+    assert quantile(p, degrees) == pytest.approx(expected, rel=1e-5)
+    assert cdf(quantile(p, degrees), degrees) == pytest.approx(p, abs=1e-9)
+
+
+def draw(rng: random.Random, n: int, interleaved: bool) -> tuple[list[float], list[float]]:
+    """Trials of A and of A again from the measured noise."""
+    if not interleaved:
+        return rng.choices(MEASURED, k=n), rng.choices(MEASURED, k=n)
+    start = rng.randrange(len(MEASURED))  # a stretch of the recording, which may wrap: A B A B
+    run = [MEASURED[(start + i) % len(MEASURED)] for i in range(2 * n)]
+    return run[::2], run[1::2]
+
+
+@pytest.mark.parametrize("n", [3, 5, 10])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_thing_against_itself_has_few_false_verdicts(n: int, interleaved: bool) -> None:
+    """Of 1000 comparisons (five times 200) of measured noise with itself, at most 5% end in a verdict."""
+    rng = random.Random(n)
+    verdicts = []
+    for _ in range(1000):
+        a, b = draw(rng, n, interleaved)
+        verdicts.append(compare_trials(a, b, paired=interleaved, lower_is_better=True).verdict)
+    assert sum(v != "no difference seen" for v in verdicts) <= 50
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_what_is_said_to_be_seen_is_seen(paired: bool) -> None:
+    """An effect of the size named as visible leads to the right verdict in about 80 of 100 cases."""
+    rng = random.Random(1)
+    sizes = []
+    for _ in range(400):
+        a, b = ([math.exp(rng.gauss(0, 0.02)) for _ in range(8)] for _ in range(2))
+        sizes.append(compare_trials(a, b, paired=paired, lower_is_better=False).seen_from)
+    effect = 1 + sorted(sizes)[200]
+    right = 0
+    for _ in range(400):
+        a = [math.exp(rng.gauss(0, 0.02)) for _ in range(8)]
+        b = [effect * math.exp(rng.gauss(0, 0.02)) for _ in range(8)]
+        right += compare_trials(a, b, paired=paired, lower_is_better=False).verdict == "faster"
+    assert 0.7 < right / 400 < 0.9
+
+
+def test_direction_and_ratio() -> None:
+    """Half the step time is twice the speed; fewer tokens a second are slower."""
+    found = compare_trials([2.0, 2.02, 1.98], [1.0, 1.01, 0.99], paired=False, lower_is_better=True)
+    assert found.ratio == pytest.approx(2.0, rel=1e-3)
+    assert found.verdict == "faster"
+    assert found.low < 2.0 < found.high
+    assert compare_trials([2.0, 2.02], [1.0, 1.01], paired=True, lower_is_better=False).verdict == "slower"
+
+
+def test_pairs_take_out_what_both_share() -> None:
+    """A drift that both halves of a pair have hides nothing; unpaired, it does."""
+    drift = [1.0, 1.3, 0.8, 1.6, 1.1]
+    a, b = drift, [1.05 * d * (1 + 0.001 * i) for i, d in enumerate(drift)]
+    assert compare_trials(a, b, paired=True, lower_is_better=False).verdict == "faster"
+    assert compare_trials(a, b, paired=False, lower_is_better=False).verdict == "no difference seen"
+
+
+def test_welch_is_as_published() -> None:
+    """Standard error and degrees of freedom of Welch's test for unlike spreads, worked out by hand."""
+    a, b = [math.exp(x) for x in (0.0, 2.0)], [math.exp(x) for x in (5.0, 5.2, 5.4)]
+    found = compare_trials(a, b, paired=False, lower_is_better=False, confidence=0.95)
+    error = math.sqrt(2 / 2 + 0.04 / 3)
+    degrees = (1 + 0.04 / 3) ** 2 / (1 / 1 + (0.04 / 3) ** 2 / 2)
+    assert math.log(found.high / found.low) / 2 == pytest.approx(quantile(0.975, degrees) * error)
+
+
+def test_one_trial_is_undetermined() -> None:
+    """One trial of a side gives a ratio, no interval, and no verdict."""
+    found = compare_trials([1.0], [2.0, 2.0], paired=False, lower_is_better=False)
+    assert (found.ratio, found.low, found.seen_from) == (2.0, None, None)
+    assert found.verdict == "undetermined"
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_figures_without_a_ratio_are_refused(value: float) -> None:
+    """Only positive, finite figures have a ratio."""
+    with pytest.raises(ValueError, match="positive"):
+        compare_trials([1.0, value], [1.0, 1.0], paired=False, lower_is_better=False)
+
+
+def result(path: Path, times: list[float], **more: Any) -> str:
+    values = {
+        "schema_version": 1,
+        "benchmark": "training",
+        "exit_reason": "done",
+        "strategy": "ddp",
+        "world_size": 2,
+        "parameters": 1000,
+        "precision": "fp32",
+        "reduce_dtype": "fp32",
+        "global_batch_size": 8,
+        "device": "cpu",
+        "config": {"model": "gpt", "d_model": 16},
+        "repeats": [{"step_time_ms": t, "tokens_per_sec": 1000 / t} for t in times],
+        "environment": {"torch": "2.13.0", "cpu_model": "X"},
+        "execution_complete": True,
+        "performance_valid": True,
+        **more,
+    }
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(compare, list(words), standalone_mode=False)
+
+
+def document(*words: str) -> dict[str, Any]:
+    done = invoke(*words, "--json")
+    assert done.exception is None, done.exception
+    return json.loads(done.stdout)
+
+
+def test_document(tmp_path: Path) -> None:
+    """The JSON has ratio, interval, verdict, trials, method and visible effect; both files' digests."""
+    a = result(tmp_path / "a.json", [10.0, 10.1, 9.9])
+    b = result(tmp_path / "b.json", [5.0, 5.1, 4.9], strategy="fsdp")
+    got = document(a, b)
+    assert got["verdict"] == "faster"
+    assert got["ratio_interval"][0] < got["ratio"] < got["ratio_interval"][1]
+    assert got["ratio"] == pytest.approx(2.0, rel=0.01)
+    assert (got["n"], got["like"]) == ([3, 3], True)
+    assert got["seen_from_percent"] > 0
+    assert [d["name"] for d in got["differences"]] == ["strategy"]
+    assert len(got["a"]["files"][0]["digest"]) == 64
+    assert got["a"]["files"][0]["path"] == "a.json"
+    assert document(a, b, "--metric", "step_time_ms")["ratio"] == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "group"),
+    [
+        ({"precision": "bf16"}, "precision", "numerics"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype", "numerics"),
+        ({"device": "cuda"}, "device", "place"),
+        ({"environment": {"torch": "2.12.0", "cpu_model": "X"}}, "environment.torch", "place"),
+        ({"environment": {"torch": "2.13.0"}}, "environment.cpu_model", "place"),
+        ({"provenance": {"git_revision": "x"}}, "git_revision", "place"),
+        ({"plugins": [{"name": "ddp", "version": "2"}]}, "plugins.ddp", "place"),
+        ({"strategy_options": {"bucket_cap_mb": 1}}, "strategy_options", "setting"),
+    ],
+)
+def test_each_difference_is_listed(tmp_path: Path, change: dict[str, Any], name: str, group: str) -> None:
+    """What A and B are unlike in is named with its kind, whatever the verdict."""
+    a = result(tmp_path / "a.json", [10.0, 10.1, 9.9])
+    b = result(tmp_path / "b.json", [10.0, 10.1, 9.9], **change)
+    got = document(a, b)
+    assert [(d["name"], d["group"]) for d in got["differences"]] == [(name, group)]
+    assert got["like"] is (group == "setting")
+    assert name in invoke(a, b).stdout
+
+
+@pytest.mark.parametrize(
+    "change", [{"parameters": 2000}, {"global_batch_size": 16}, {"config": {"model": "gpt", "d_model": 32}}]
+)
+def test_other_work_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Another model or batch is refused with its name and both values; it can be asked for."""
+    a = result(tmp_path / "a.json", [10.0, 10.1])
+    b = result(tmp_path / "b.json", [10.0, 10.1], **change)
+    done = invoke(a, b)
+    assert isinstance(done.exception, ConfigError)
+    assert "--allow-unlike" in str(done.exception)
+    assert document(a, b, "--allow-unlike")["like"] is False
+
+
+def test_invalid_performance_is_said(tmp_path: Path) -> None:
+    """A result that says that its times are not valid is named, with its reasons."""
+    a = result(tmp_path / "a.json", [10.0, 10.1], performance_valid=False, performance_invalid_reasons=["load"])
+    got = document(a, a)
+    assert any("A says" in w and "load" in w for w in got["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("times", "gate", "fails"),
+    [
+        ([10.5, 10.6, 10.4], "slower:3%", True),
+        ([10.2, 10.21, 10.19], "slower:3%", False),
+        ([9.0, 9.1, 8.9], "slower:3%", False),
+        ([9.0, 9.1, 8.9], "faster:3%", True),
+        ([10.5, 20.0, 7.0], "slower:3%", False),
+    ],
+)
+def test_gate(tmp_path: Path, times: list[float], gate: str, fails: bool) -> None:
+    """The gate closes where a verdict says so and the change is as large; noise alone does not close it."""
+    a = result(tmp_path / "a.json", [10.0, 10.01, 9.99])
+    done = invoke(a, result(tmp_path / "b.json", times), "--fail-if", gate, "--output", str(tmp_path / "out.json"))
+    assert isinstance(done.exception, CheckFailed) is fails
+    assert json.loads((tmp_path / "out.json").read_text())["gate"]["passed"] is not fails
+
+
+def test_gate_needs_a_verdict(tmp_path: Path) -> None:
+    """With one trial a gate does not pass, and says why."""
+    a = result(tmp_path / "a.json", [10.0])
+    done = invoke(a, a, "--fail-if", "slower:3%")
+    assert isinstance(done.exception, CheckFailed)
+    assert "--repeat" in str(done.exception)
+
+
+def test_wrong_usage_is_refused(tmp_path: Path) -> None:
+    """A gate that cannot be read, a run that failed, options of --run without it, a missing file."""
+    a = result(tmp_path / "a.json", [10.0])
+    failed = result(tmp_path / "f.json", [10.0], exit_reason="failed")
+    for words in (
+        (a, a, "--fail-if", "slower"),
+        (a, failed),
+        (a, a, "--run-dir", "x"),
+        (a, str(tmp_path / "none.json")),
+    ):
+        assert isinstance(invoke(*words).exception, ConfigError), words
+
+
+def test_older_files_are_compared(tmp_path: Path) -> None:
+    """Older results have trials too; what they do not say is no reason to refuse."""
+    rows = [{"step_time_ms": t, "tokens_per_sec": 1000 / t} for t in (17.5, 17.7, 17.6)]
+    older = tmp_path / "old.json"
+    older.write_text(json.dumps({"benchmark": "training", "strategy": "ddp", "world_size": 2, "repeats": rows}))
+    got = document(str(older), result(tmp_path / "b.json", [10.0, 10.1, 9.9]))
+    assert got["verdict"] == "faster"
+
+
+@pytest.mark.timeout(240)
+def test_two_configurations_are_measured_in_turns(tmp_path: Path) -> None:
+    """--run trains A and B in turns, pairs them, keeps every trial, and exits with 0."""
+    tiny = "steps = 2\nwarmup_steps = 0\nd_model = 8\nn_heads = 1\nn_layers = 1\nseq_length = 8\nbatch_size = 2\n"
+    for name, seed in (("a", 0), ("b", 1)):
+        (tmp_path / f"{name}.toml").write_text(f"{tiny}seed = {seed}\n")
+    words = ["compare", "--run", "a.toml", "b.toml", "--pairs", "2", "--run-dir", "out", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mtb_core", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    assert got["n"] == [2, 2]
+    assert got["method"].startswith("paired")
+    assert [d["name"] for d in got["differences"] if d["group"] != "place"] == ["seed"]
+    assert len(list((tmp_path / "out").glob("pair_*/[ab]/run/result.json"))) == 4
