@@ -1,0 +1,105 @@
+"""From results to a report: every section that has something to say, in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mtb_report.results import Found, Record
+
+from .blocks import Cell, Column, Fact, Report, Section, Table
+from .cells import plural
+from .naming import Named, named
+from .sections import (
+    checks,
+    communication,
+    comparability,
+    environment,
+    failures,
+    megatron,
+    moe,
+    profile,
+    runs,
+    training,
+)
+
+Maker = Callable[[Sequence[Named]], Section | None]
+
+_SECTIONS: tuple[Maker, ...] = (
+    comparability.section,
+    training.section,
+    runs.trials,
+    runs.sharding,
+    failures.pressure,
+    megatron.section,
+    communication.section,
+    moe.section,
+    checks.tensor_parallel,
+    profile.section,
+    runs.stability,
+    runs.state,
+    failures.section,
+    checks.verification,
+    checks.conformance,
+    environment.section,
+)
+
+#: Kinds that a section shows; others are listed at the end.
+_KINDS = {
+    "training",
+    "profile",
+    "trace_analysis",
+    "communication",
+    "moe_routing",
+    "tensor_parallel",
+    "tensor_parallel_mlp",
+    "sequence_parallel",
+    "checkpoint_verification",
+    "fault_tolerance",
+    "memory_pressure",
+    "megatron",
+    "megatron_matrix",
+    "conformance",
+    "sweep",
+}
+
+
+def build(found: Found, title: str) -> Report:
+    """The report of all that was found; a section without content is left out."""
+    rows = named(found.records)
+    sections = [section for make in _SECTIONS if (section := make(rows)) is not None]
+    rest = _files(rows, found.unreadable)
+    return Report(title, _facts(found.records), [*sections, *([rest] if rest else [])])
+
+
+def _facts(records: Sequence[Record]) -> list[Fact]:
+    valid = sum(record.performance_valid is True for record in records)
+    invalid = sum(record.performance_valid is False for record in records)
+    bad = [record for record in records if record.status not in (None, "success")]
+    facts = [
+        Fact(f"{len(records):,}", "result" if len(records) == 1 else "results"),
+        Fact(f"{valid:,}", "valid measurements"),
+        Fact(f"{invalid:,}", "not valid as measurements", "warn" if invalid else ""),
+        Fact(f"{len(bad):,}", "did not succeed", "bad" if bad else ""),
+    ]
+    best = max(
+        (r for r in records if r.kind == "training" and r.performance_valid is not False and r.get("tokens_per_sec")),
+        key=lambda record: record.get("tokens_per_sec"),
+        default=None,
+    )
+    if best is not None:
+        facts.append(Fact(f"{best.get('tokens_per_sec'):,.0f}", f"most tokens/s: {best.label}"))
+    return facts
+
+
+def _files(rows: Sequence[Named], unreadable: Sequence[tuple[Path, str]]) -> Section | None:
+    other = [row for row in rows if row.record.kind not in _KINDS]
+    listed = [
+        [Cell(row.record.path.name, code=True), Cell(f"kind '{row.record.kind}' has no section")] for row in other
+    ]
+    listed += [[Cell(path.name, code=True), Cell(reason, tone="bad")] for path, reason in unreadable]
+    if not listed:
+        return None
+    columns = [Column("File"), Column("Why")]
+    table = Table(f"{plural(len(listed), 'file')} without a section", columns, listed)
+    return Section("files", "Files not shown", [table])

@@ -1,0 +1,116 @@
+"""Rules for collectives, routing, memory pressure, profiles and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mtb_report.results import Record
+
+from .findings import Finding, known, text_of
+from .plots import size_text
+
+#: busbw that grows by more than this from the second largest size to the largest has not reached its limit.
+STILL_RISING = 0.1
+UNSTABLE = 1.2
+IMBALANCED = 1.5
+
+
+def communication(record: Record) -> Iterator[Finding]:
+    """Bandwidth and latency of collectives."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in record.rows:
+        if row.get("busbw_gb_per_sec") and row.get("size_bytes"):
+            split = f" ({row['split']} split)" if row.get("split") else ""
+            groups.setdefault(f"{row.get('operation')}{split} on {row.get('world_size')} ranks", []).append(row)
+    yield Finding(
+        "meaning",
+        "definition",
+        "busbw is the bandwidth each rank's link must have had, by nccl-tests' definition; small messages show latency instead. "
+        "The figure of one operation does not stand for another's.",
+    )
+    for name, rows in groups.items():
+        yield from _bandwidth(name, sorted(rows, key=lambda row: row["size_bytes"]))
+    wrong = [row for row in record.rows if row.get("wrong")]
+    if wrong:
+        yield Finding("unusual", "wrong", f"{len(wrong)} points gave wrong elements: do not use this backend before that is understood.")  # fmt: skip
+    skipped = [row for row in record.rows if row.get("status") == "skipped"]
+    if skipped:
+        yield Finding("unusual", "skipped-points", f"{len(skipped)} points were skipped: {skipped[0].get('reason')}.")
+
+
+def _bandwidth(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    best = max(rows, key=lambda row: row["busbw_gb_per_sec"])
+    yield Finding("meaning", "best-busbw", f"{name}: at most {best['busbw_gb_per_sec']:.3g} GB/s busbw, at {size_text(best['size_bytes'])}.")  # fmt: skip
+    if len(rows) > 1 and rows[-1]["busbw_gb_per_sec"] > rows[-2]["busbw_gb_per_sec"] * (1 + STILL_RISING):
+        yield Finding("next", "larger-sizes", f"{name}: bandwidth still rises at {size_text(rows[-1]['size_bytes'])}; measure larger messages (-e).")  # fmt: skip
+    times = [row["time_ms"] for row in rows if isinstance(row.get("time_ms"), Mapping)]
+    ratios = [t["p95"] / t["p50"] for t in times if t.get("p95") and t.get("p50")]
+    if ratios and max(ratios) > UNSTABLE:
+        yield Finding("unusual", "unstable-times", f"{name}: the 95th percentile is up to {max(ratios):.1f} times the median; above {UNSTABLE} something disturbs it.")  # fmt: skip
+
+
+def moe(record: Record) -> Iterator[Finding]:
+    """Balance, drops and communication of token routing."""
+    for point in record.rows or [record.values]:
+        imbalance = point.get("load_imbalance_ratio")
+        if imbalance:
+            yield Finding("meaning", "imbalance", f"The fullest expert got {imbalance:.2f} times the mean; all others wait for it.")  # fmt: skip
+            if imbalance > IMBALANCED:
+                yield Finding("unusual", "imbalanced", f"An imbalance of {imbalance:.2f} wastes {1 - 1 / imbalance:.0%} of the experts' time.")  # fmt: skip
+                yield Finding("next", "balance", "Try a balancing loss, another gate, or experts that choose (--routing expert).")  # fmt: skip
+        rate = point.get("drop_rate")
+        if rate:
+            yield Finding("unusual", "drops", f"{rate:.1%} of the slots were dropped for want of capacity; those tokens skip that expert.")  # fmt: skip
+            yield Finding(
+                "next", "capacity", "Raise the capacity factor, and see what padding it costs: mtb moe sweep."
+            )
+        share = point.get("communication_share")
+        if share is not None:
+            yield Finding("meaning", "moe-communication", f"Communication, waiting included, takes {share:.0%} of forward and backward.")  # fmt: skip
+
+
+def memory_pressure(record: Record) -> Iterator[Finding]:
+    """Whether a model fits."""
+    tier, peak, parameters = text_of(record, "tier"), known(record, "max_memory_mib"), known(record, "parameters")
+    size = f" ({parameters:,} parameters)" if parameters else ""
+    if record.status == "oom":
+        yield Finding("meaning", "does-not-fit", f"The {tier or 'unknown'} tier{size} does not fit with strategy {record.get('strategy')} at this batch size.")  # fmt: skip
+        yield Finding("next", "shard", "Shard more (fsdp, deepspeed stage 3), recompute activations, or take a smaller --batch-size.")  # fmt: skip
+    elif peak:
+        yield Finding("meaning", "fits", f"The {tier or 'unknown'} tier{size} fits: the fullest rank peaked at {peak:,.0f} MiB.")  # fmt: skip
+
+
+def profile(record: Record) -> Iterator[Finding]:
+    """What bounds a step, by the analysis of its traces."""
+    document = record.raw if record.kind == "trace_analysis" else record.get("profile") or {}
+    text = document.get("verdict_text") or document.get("verdict")
+    if text:
+        yield Finding("meaning", "verdict", f"By its traces the step is {document.get('verdict')}. {text}")
+    for evidence in document.get("evidence") or ():
+        yield Finding("meaning", "evidence", str(evidence))
+    for row in document.get("stragglers") or ():
+        share = row.get("share_of_step")
+        extra = f", {share:.0%} of the step" if share is not None else ""
+        yield Finding("unusual", "straggler", f"Rank {row.get('rank')} is slower than the others in {row.get('phase')}{extra}.")  # fmt: skip
+    for advice in document.get("advice") or ():
+        yield Finding("next", "advice", str(advice))
+
+
+def checked(record: Record) -> Iterator[Finding]:
+    """Checks that hold or do not: checkpoints, conformance, tensor parallelism."""
+    matches = record.get("matches")
+    if isinstance(matches, Mapping):
+        unequal = [part for part, same in matches.items() if not same]
+        said = "every part is equal" if not unequal else f"these differ: {', '.join(unequal)}"
+        yield Finding(
+            "unusual" if unequal else "meaning", "matches", f"Two checkpoints were compared part by part; {said}."
+        )
+    if record.get("conformant") is not None:
+        passed, failed = known(record, "passed") or 0, known(record, "failed") or 0
+        yield Finding("unusual" if failed else "meaning", "conformance", f"Strategy {record.get('strategy')}: {passed:g} checks passed, {failed:g} failed.")  # fmt: skip
+        if record.get("complete") is False:
+            yield Finding("next", "whole-kit", "Run the whole kit: a selection of the checks is no certificate.")
+    worst, allowed = known(record, "grad_max_error"), known(record, "atol")
+    if worst is not None and allowed:
+        yield Finding("meaning", "error", f"The largest error of a gradient is {worst:.1e}, {worst / allowed:.1%} of what is allowed.")  # fmt: skip

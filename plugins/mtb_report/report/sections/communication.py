@@ -1,0 +1,123 @@
+"""Collectives: bandwidth over size, as nccl-tests defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtb_report.report import cells
+from mtb_report.report.blocks import Block, Cell, Column, Plot, Section, Series, Table
+from mtb_report.report.naming import Named
+from mtb_report.report.plots import size_text
+
+_DEFINITION = (
+    "S, algbw = S / t and busbw = algbw × factor as nccl-tests defines them (all-reduce 2(n-1)/n; all-gather, "
+    "reduce-scatter, all-to-all, gather, scatter (n-1)/n; others 1); GB = 10^9 bytes. t is the mean over iterations of the "
+    "maximum over ranks. Bandwidth of one operation says nothing about another's."
+)
+
+
+def section(rows: Sequence[Named]) -> Section | None:
+    """Plots of busbw for each number of ranks, a table for each document, and fitted latency and bandwidth."""
+    documents = [row for row in rows if row.record.kind == "communication"]
+    if not documents:
+        return None
+    blocks: list[Block] = [*_plots(documents), *(_table(row) for row in documents)]
+    fits = _fits(documents)
+    return Section("communication", "Communication", [*blocks, *([fits] if fits else [])])
+
+
+def _table(row: Named) -> Table:
+    record = row.record
+    out = [
+        [
+            Cell(_operation(point), _operation(point)),
+            Cell(size_text(point["size_bytes"]), point["size_bytes"]) if point.get("size_bytes") else cells.UNKNOWN,
+            cells.text(point.get("world_size")),
+            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "mean", ",.4f")),  # type: ignore[misc]
+            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "p95", ",.4f")),  # type: ignore[misc]
+            cells.measured(record, lambda p=point: cells.of(p, "algbw_gb_per_sec", ",.3f")),  # type: ignore[misc]
+            cells.measured(record, lambda p=point: cells.of(p, "busbw_gb_per_sec", ",.3f")),  # type: ignore[misc]
+            _wrong(point),
+            cells.status(point.get("status")),
+            Cell("none", "", "muted") if not point.get("reason") else cells.text(point["reason"]),
+        ]
+        for point in record.rows
+    ]
+    titles = ["Operation", "S", "Ranks", "Mean ms", "p95 ms", "algbw GB/s", "busbw GB/s", "Wrong", "Status", "Reason"]
+    text = {"Operation", "Status", "Reason"}
+    where = ", ".join(
+        str(part) for part in (record.get("backend"), record.get("device_name") or record.get("device")) if part
+    )
+    return Table(
+        f"{row.name}{f', {where}' if where else ''}",
+        [Column(t, numeric=t not in text) for t in titles],
+        out,
+        notes=[_DEFINITION],
+    )  # fmt: skip
+
+
+def _operation(point: Mapping[str, Any]) -> str:
+    parts = [point.get("reduction"), point.get("split"), point.get("dtype")]
+    how = ", ".join(str(part) for part in parts if part)
+    return f"{point.get('operation') or 'unknown'}{f' ({how})' if how else ''}"
+
+
+def _wrong(point: Mapping[str, Any]) -> Cell:
+    found = cells.of(point, "wrong", ",d")
+    return Cell(found.text, found.sort, "bad") if point.get("wrong") else found
+
+
+def _plots(documents: Sequence[Named]) -> list[Plot]:
+    groups: dict[int, dict[tuple[str, str], list[tuple[float, float]]]] = {}
+    for row in documents:
+        if row.record.performance_valid is False:
+            continue
+        for point in row.record.rows:
+            size, rate, ranks = (point.get(k) for k in ("size_bytes", "busbw_gb_per_sec", "world_size"))
+            if size and rate and ranks:
+                groups.setdefault(ranks, {}).setdefault((row.name, _operation(point)), []).append((size, rate))
+    return [_plot(ranks, lines) for ranks, lines in sorted(groups.items())]
+
+
+def _plot(ranks: int, lines: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> Plot:
+    several = len({document for document, _ in lines}) > 1
+    series = [
+        Series(f"{operation} · {document}" if several else operation, *zip(*sorted(points), strict=True))
+        for (document, operation), points in lines.items()
+    ]
+    return Plot(
+        f"busbw over size, {ranks} ranks",
+        "Bus bandwidth against message size S, both on logarithmic scales; higher is better.",
+        "lines",
+        "S (bytes)",
+        "busbw GB/s",
+        series,
+        x_scale="log",
+        y_scale="log",
+    )
+
+
+def _fits(documents: Sequence[Named]) -> Table | None:
+    out = []
+    for row in documents:
+        for fit in row.record.get("fits") or ():
+            alpha = fit.get("alpha_s")
+            error = fit.get("alpha_error_s")
+            made = [
+                cells.number(None if alpha is None else alpha * 1e6, ",.2f"),
+                cells.number(None if error is None else error * 1e6, ",.2f"),
+                cells.of(fit, "beta_gb_per_sec", ",.3f"),
+                cells.of(fit, "beta_error_gb_per_sec", ",.3f"),
+            ]
+            shown = [cells.measured(row.record, lambda cell=cell: cell) for cell in made]  # type: ignore[misc]
+            out.append([cells.text(row.name), cells.text(_operation(fit)), *shown, cells.text(fit.get("points"))])
+    if not out:
+        return None
+    titles = ["Document", "Operation", "Latency µs", "±", "Bandwidth GB/s", "± ", "Points"]
+    return Table(
+        "Fitted latency and bandwidth",
+        [Column(t, numeric=t not in ("Document", "Operation")) for t in titles],
+        out,
+        notes=["t(S) = latency + S / bandwidth, in algbw; ± is the standard error, unknown with two points."],
+    )

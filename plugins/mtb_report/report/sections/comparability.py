@@ -1,0 +1,105 @@
+"""What keeps rows from being compared: different work or machines in one table, and measurements that are not valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mtb_report.report import scaling
+from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table, Text
+from mtb_report.report.cells import plural
+from mtb_report.report.naming import Named
+from mtb_report.results import Record
+
+_PERFORMANCE_KINDS = ("training", "memory_pressure", "communication", "moe_routing", "megatron", "profile")
+
+
+def _cuda(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = record.environment.get("cuda") or {}
+    return found
+
+
+#: What must be alike for times to mean the same, and how it is found.
+_ASPECTS: tuple[tuple[str, Callable[[Record], Any]], ...] = (
+    ("device", lambda r: r.get("device_name") or r.environment.get("cpu_model") or r.get("device")),
+    ("torch", lambda r: r.environment.get("torch")),
+    ("NCCL", lambda r: _cuda(r).get("nccl")),
+    ("driver", lambda r: _cuda(r).get("driver")),
+    ("backend", lambda r: r.get("backend")),
+    ("revision", lambda r: (r.provenance.get("git_revision") or "")[:12] or None),
+)
+_OF_TRAINING: tuple[tuple[str, Callable[[Record], Any]], ...] = (
+    ("parameters", lambda r: r.get("parameters")),
+    ("sequence length", lambda r: scaling.setting(r, "seq_length")),
+    ("precision", lambda r: r.get("precision")),
+    ("reduce dtype", lambda r: r.get("reduce_dtype")),
+    ("measured steps", lambda r: r.get("steps")),
+    ("recomputation", lambda r: r.get("activation_checkpointing")),
+)
+
+
+def section(rows: Sequence[Named]) -> Section | None:
+    """Warnings; None where there is nothing to warn of."""
+    measured = [row for row in rows if row.record.kind in _PERFORMANCE_KINDS]
+    blocks: list[Block] = []
+    found = [*_differences(measured), *_gaps(measured)]
+    if found:
+        blocks += [
+            Text("Rows of one table are comparable only where these agree. Set them side by side with care:"),
+            Listing(found),
+        ]
+    invalid = [row for row in rows if row.record.performance_valid is False]
+    if invalid:
+        blocks.append(_invalid(invalid))
+    return Section("comparability", "Comparability", blocks) if blocks else None
+
+
+def _differences(rows: Sequence[Named]) -> list[str]:
+    training = [row for row in rows if row.record.kind == "training"]
+    return [*_of(rows, _ASPECTS, "results"), *_of(training, _OF_TRAINING, "training runs")]
+
+
+def _of(rows: Sequence[Named], aspects: Sequence[tuple[str, Callable[[Record], Any]]], what: str) -> list[str]:
+    out = []
+    for name, of in aspects:
+        counts: dict[str, int] = {}
+        for row in rows:
+            value = of(row.record)
+            shown = "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+            counts[shown] = counts.get(shown, 0) + 1
+        if len(counts) > 1:
+            out.append(f"{what} differ in {name}: {'; '.join(f'{v} ({n})' for v, n in counts.items())}")
+    return out
+
+
+def _gaps(rows: Sequence[Named]) -> list[str]:
+    out = []
+    unknown = sum(row.record.performance_valid is None for row in rows)
+    if unknown:
+        out.append(f"{plural(unknown, 'result')} of {len(rows)} do not say whether the measurement was valid")
+    dirty = sum(row.record.provenance.get("git_dirty") is True for row in rows)
+    if dirty:
+        out.append(f"{plural(dirty, 'result')} of {len(rows)} were made from a working tree with changes")
+    incomplete = sum(row.record.provenance.get("complete") is not True for row in rows)
+    if incomplete:
+        out.append(f"{plural(incomplete, 'result')} of {len(rows)} lack part of their provenance")
+    once = [row for row in rows if row.record.kind == "training" and (row.record.get("repeat_count") or 1) < 2]
+    if once:
+        out.append(f"{plural(len(once), 'training run')} had a single trial: their noise is not known")
+    return out
+
+
+def _invalid(rows: Sequence[Named]) -> Table:
+    return Table(
+        "Not valid as measurements of performance",
+        [Column("Result"), Column("Kind"), Column("Reasons")],
+        [
+            [
+                Cell(row.name, row.name),
+                Cell(row.record.kind, row.record.kind),
+                Cell("; ".join(row.record.performance_invalid_reasons) or "no reason given"),
+            ]
+            for row in rows
+        ],
+        notes=["In the other tables these rows have - in every column of performance: time, throughput, bandwidth, memory."],
+    )  # fmt: skip
