@@ -6,6 +6,7 @@ from a list of names, never all of them.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import ipaddress
 import os
@@ -20,7 +21,9 @@ from typing import Any
 
 from mtb_core.ranks.worker import available_cores
 
-_LIBRARIES = ("numpy", "pluggy", "attrs", "click", "safetensors", "tokenizers", "triton", "deepspeed")
+from .machine import governor, gpu_driver, gpu_topology, numa_nodes, sockets
+
+_LIBRARIES = ("numpy", "pluggy", "attrs", "click", "safetensors", "tokenizers", "triton", "deepspeed", "xxhash")
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -89,6 +92,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "cpu_model": _cpu_model(),
         "cpu_cores": available_cores(),
         "cpu_cores_total": os.cpu_count(),
+        "cpu_sockets": sockets(),
+        "numa_nodes": numa_nodes(),
+        "governor": governor(),
         "memory_mib": _memory_mib(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -103,21 +109,26 @@ def provenance(argv: Sequence[str], *, folder: str | Path | None = None) -> dict
     """Which code ran, from what image, by which command; see ``docs/reference/json.md``.
 
     `folder` is a folder of the project that ran; by default the checkout that holds this package, else the working
-    directory. ``git_dirty`` tells whether tracked files differ from the revision. The revision may also be given by
+    directory. ``git_dirty`` tells whether tracked files differ from the revision, ``git_diff_digest`` is the
+    SHA-256 of that difference as ``git diff`` prints it. The revision may also be given by
     ``MTB_GIT_REVISION``, for places without a checkout. A field that applies here but is not known is listed in
     ``missing_fields``; outside a container the image's fields do not apply.
     """
     given = os.environ.get("MTB_GIT_REVISION")
     found, dirty = _git(folder)
+    here = given in (None, "", found)
     out: dict[str, Any] = {
         "git_revision": given or found,
-        "git_dirty": dirty if given in (None, "", found) else None,
+        "git_dirty": dirty if here else None,
+        "git_diff_digest": _diff_digest(folder) if dirty and here else None,
     }
     for field, variable in _IMAGE_VARIABLES.items():
         value = os.environ.get(variable)
         out[field] = redact(value) if value else None
     out["command"] = redact_command(argv)
     needed = ["git_revision", "command"]
+    if out["git_dirty"]:
+        needed.append("git_diff_digest")
     if in_container():
         needed += _IMAGE_VARIABLES
     out["missing_fields"] = [name for name in needed if not out[name]]
@@ -196,25 +207,39 @@ def _hide_host(word: str) -> str:
 
 def _git(folder: str | Path | None) -> tuple[str | None, bool | None]:
     """(revision, dirty) of `folder`, or of the first of the usual places that is in a checkout."""
-    for place in [folder] if folder is not None else [Path(__file__).parent, Path.cwd()]:
-        # One call for both; no lock is taken, so that it cannot disturb a git at work beside it.
-        command = ["git", "-C", str(place), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=5,
-                check=False,
-                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None, None
-        lines = done.stdout.splitlines()
+    for place in _places(folder):
+        # One call for both.
+        printed = _ask_git(place, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+        lines = (printed or b"").decode(errors="replace").splitlines()
         revision = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
-        if done.returncode == 0 and revision and revision != "(initial)":
+        if revision and revision != "(initial)":
             return revision, any(not line.startswith("#") for line in lines)
     return None, None
+
+
+def _diff_digest(folder: str | Path | None) -> str | None:
+    """SHA-256 of what tracked files differ in from HEAD, in the first of the usual places that is in a checkout."""
+    for place in _places(folder):
+        printed = _ask_git(place, "diff", "--no-ext-diff", "--no-color", "--binary", "HEAD")
+        if printed:
+            return hashlib.sha256(printed).hexdigest()
+    return None
+
+
+def _places(folder: str | Path | None) -> list[str | Path]:
+    return [folder] if folder is not None else [Path(__file__).parent, Path.cwd()]
+
+
+def _ask_git(place: str | Path, *words: str) -> bytes | None:
+    """What git prints in `place`; None where it fails. No lock is taken: it cannot disturb a git at work beside it."""
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(place), *words], capture_output=True, timeout=5, check=False, env=environ
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _system() -> str:
@@ -258,6 +283,7 @@ def _cuda() -> dict[str, Any]:
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.version.cuda,
+        "driver": gpu_driver(),
         "cudnn": None if cudnn is None else str(cudnn),
         "nccl": None if nccl is None else ".".join(map(str, nccl)),
         "devices": [
@@ -268,4 +294,5 @@ def _cuda() -> dict[str, Any]:
             }
             for d in devices
         ],
+        "topology": gpu_topology() if len(devices) > 1 else None,
     }

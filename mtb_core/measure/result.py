@@ -14,7 +14,7 @@ from mtb_core.api.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT
 from mtb_core.api.records import StepRecord
 
 from .jsonio import to_strict, write_json
-from .statistics import summarize
+from .statistics import percentile, summarize
 
 SCHEMA_VERSION = 1
 
@@ -60,6 +60,8 @@ class Result:
     nonfinite_policy: str | None = None
     tokens_per_sec: float | None = None
     step_time_ms: float | None = None
+    step_time_p50_ms: float | None = None
+    step_time_p95_ms: float | None = None
     data_time_ms: float | None = None
     forward_backward_ms: float | None = None
     optimizer_step_ms: float | None = None
@@ -92,6 +94,7 @@ class Result:
     repeats: Sequence[Mapping[str, Any]] = ()
     runtime: Mapping[str, Any] = attrs.field(factory=dict)
     environment: Mapping[str, Any] = attrs.field(factory=dict)
+    conditions: Mapping[str, Any] = attrs.field(factory=dict)
     plugins: Sequence[Mapping[str, str]] = ()
     provenance: Mapping[str, Any] = attrs.field(factory=dict)
     execution_complete: bool = False
@@ -164,6 +167,8 @@ def trial_row(records: Sequence[StepRecord], reports: Sequence[RankReport]) -> d
     slowest = [[max(report.times[i][t] for report in reports) for t in range(len(TIMES))] for i in measured]
     for t, name in enumerate(TIMES):
         row[name] = fmean(step[t] for step in slowest) if slowest else None
+    for name, q in (("step_time_p50_ms", 50), ("step_time_p95_ms", 95)):
+        row[name] = percentile([step[0] for step in slowest], q) if slowest else None
     pauses = [max(saves) for saves in zip(*(report.pauses_ms for report in reports), strict=False)]
     row["checkpoint_time_ms"] = fmean(pauses) if pauses else None
     seconds = sum(step[0] for step in slowest) / 1e3
@@ -186,6 +191,8 @@ def trial_row(records: Sequence[StepRecord], reports: Sequence[RankReport]) -> d
 AVERAGED = (
     "tokens_per_sec",
     *TIMES,
+    "step_time_p50_ms",
+    "step_time_p95_ms",
     "checkpoint_time_ms",
     "max_memory_mib",
     "loss",

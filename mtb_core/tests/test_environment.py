@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from mtb_core.measure.environment import environment, in_container, provenance, 
 FIELDS = {
     "git_revision",
     "git_dirty",
+    "git_diff_digest",
     "build_revision",
     "image_ref",
     "image_id",
@@ -150,8 +152,14 @@ def test_provenance_of_a_clean_and_a_changed_checkout(outside: pytest.MonkeyPatc
     assert got["complete"] is True
     assert got["missing_fields"] == []
     assert got["image_ref"] is None
+    assert got["git_diff_digest"] is None
     (checkout / "train.py").write_text("fail\n")
-    assert provenance(["mtb"], folder=checkout)["git_dirty"] is True
+    changed = provenance(["mtb"], folder=checkout)
+    assert changed["git_dirty"] is True
+    printed = subprocess.run(["git", "diff", "HEAD"], cwd=checkout, check=True, capture_output=True).stdout
+    assert changed["git_diff_digest"] == hashlib.sha256(printed).hexdigest()
+    (checkout / "train.py").write_text("again\n")
+    assert provenance(["mtb"], folder=checkout)["git_diff_digest"] != changed["git_diff_digest"]
 
 
 def test_without_a_checkout_the_revision_is_missing(outside: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from mtb_core.launch.worker import Worker
 from mtb_core.measure.environment import environment, provenance, redact, redact_values
 from mtb_core.measure.flops import device_peak_flops, mfu
 from mtb_core.measure.result import Result, combine_trials, rank_report, trial_row
+from mtb_core.measure.validity import RankUse, Sample, conditions, invalid_reasons, own_use
 from mtb_core.model.spec import load_model
 from mtb_core.ranks.agree import from_rank_zero, gather_objects, same_on_all
 from mtb_core.ranks.context import open_ranks
@@ -62,6 +63,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
     Raises:
         BaseException: whatever failed without the ranks having agreed on it.
     """
+    start = Sample.take()
     if not payload.config.compile:
         avoid_dynamo_import()
     planned = payload.planned
@@ -98,7 +100,8 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             rows.append(_row(trial_row(outcome.records, reports), outcome, inputs))
             if outcome.exit_reason != "done":
                 break
-        result = _result(inputs, outcome, rows, registry, payload, worker.restarts)
+        uses = gather_objects(ctx, own_use(worker.local_rank, start, ctx.device, worker.world.local_size))
+        result = _result(inputs, outcome, rows, registry, payload, worker.restarts, uses)
         if ctx.rank == 0 and not (_idle(result) and (folder / "result.json").exists()):
             result.write(folder / "result.json")
         return from_rank_zero(ctx, result.to_json() if ctx.rank == 0 else {})
@@ -195,6 +198,7 @@ def _result(
     registry: Registry,
     payload: Payload,
     restarts: int,
+    uses: list[RankUse],
 ) -> Result:
     ctx, config = inputs.ctx, inputs.resolved.config
     figures, summary = combine_trials(rows)
@@ -202,7 +206,10 @@ def _result(
     flops = _flops_per_token(inputs)
     done = exit_reason == "done"
     reasons = [] if done else [f"the run ended early: {exit_reason}"]
-    if not figures["steps"]:
+    found = conditions(uses)
+    if figures["steps"]:
+        reasons += invalid_reasons(found, uses, rows, device=ctx.device.partition(":")[0])
+    else:
         reasons.append("no measured step")
     return Result(
         **base_fields(inputs.resolved, inputs.folder),
@@ -231,6 +238,7 @@ def _result(
             "seed": config.seed,
         },
         environment=environment(ctx.device),
+        conditions=found,
         plugins=[{"name": name, "version": version} for name, version in registry.plugins_in_use()],
         provenance=provenance(payload.argv),
         execution_complete=done,

@@ -1,0 +1,274 @@
+"""Whether measured times may be compared with others: what disturbed the machine, and what makes them uncertain.
+
+Each rank takes a `Sample` when it starts and when it ends. All that is said follows from these by pure functions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from mtb_core.ranks.worker import available_cores
+
+from .machine import CPU, nvidia_smi, read
+
+#: Fewer measured steps of a trial than this say little.
+LEAST_STEPS = 10
+#: p95 / p50 of step times above this is not stable; ordinary jitter is 1-2%.
+STABLE_RATIO = 1.2
+#: Waiting and running processes per core, at the start, above which a machine counts as loaded.
+BUSY_LOAD = 1.5
+#: Share of the machine's cores that others may use.
+OTHERS_SHARE = 0.10
+#: Share of the time that a hypervisor may take away.
+STEAL_SHARE = 0.01
+
+_DEBUG_FLAGS = {
+    "CUDA_LAUNCH_BLOCKING": ("0", ""),
+    "TORCH_DISTRIBUTED_DEBUG": ("OFF", ""),
+    "NCCL_DEBUG": ("", "VERSION", "WARN", "INFO"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("0", ""),
+    "PYTHONDEVMODE": ("",),
+    "PYTHONMALLOC": ("", "pymalloc", "malloc"),
+    "TORCH_SHOW_DISPATCH_TRACE": ("0", ""),
+    "MALLOC_CHECK_": ("", "0"),
+}
+_THROTTLE = "clocks_throttle_reasons"
+_THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown")
+
+
+@attrs.frozen
+class Sample:
+    """What the machine and this process have done so far; plain numbers, None where that is not told.
+
+    Attributes:
+        at_s: a monotonic clock.
+        load_average: running and waiting processes, mean of the last minute.
+        busy_s, total_s, steal_s: CPU time of all cores since the machine started.
+        own_s: CPU time of this process and its ended children.
+        throttled: how often cores were slowed because of heat.
+    """
+
+    at_s: float
+    load_average: float | None
+    busy_s: float | None
+    total_s: float | None
+    steal_s: float | None
+    own_s: float
+    throttled: int | None
+
+    @classmethod
+    def take(cls) -> Sample:
+        """As it is now."""
+        busy, total, steal = cpu_times(read("/proc/stat") or "")
+        counts = [
+            int(text) for path in CPU.glob("cpu[0-9]*/thermal_throttle/core_throttle_count") if (text := read(path))
+        ]
+        times = os.times()
+        return cls(
+            time.monotonic(),
+            _load(),
+            busy,
+            total,
+            steal,
+            times.user + times.system + times.children_user + times.children_system,
+            sum(counts) if counts else None,
+        )
+
+
+@attrs.frozen
+class RankUse:
+    """What one rank hands over at the end: when it started and ended, and what it knows of its machine.
+
+    Attributes:
+        cores, machine_cores: those that it may use, and all.
+        threads: with which torch computes on it.
+        notes: what disturbs it, in words, debug flags above all.
+    """
+
+    local_rank: int
+    start: Sample
+    end: Sample
+    cores: int
+    machine_cores: int
+    threads: int
+    notes: tuple[str, ...] = ()
+
+
+def conditions(ranks: Sequence[RankUse]) -> dict[str, Any]:
+    """What the machines were like while the ranks ran: the worst of the nodes; strict JSON.
+
+    `ranks` are in order; a new node begins with each local rank 0.
+    """
+    nodes = [_node(group) for group in _by_node(ranks)]
+    return {name: _worst([node[name] for node in nodes]) for name in nodes[0]}
+
+
+def invalid_reasons(
+    found: Mapping[str, Any],
+    ranks: Sequence[RankUse],
+    trials: Sequence[Mapping[str, Any]],
+    *,
+    device: str,
+) -> list[str]:
+    """Why the times of `trials` (rows of a result) may not be compared with others; empty where they may."""
+    return [*_disturbances(found), *_settings(ranks, device), *_uncertainty(trials)]
+
+
+def _disturbances(found: Mapping[str, Any]) -> list[str]:
+    out = []
+    cores = found["cores"]
+    load = found["load_average_start"]
+    if load is not None and load > BUSY_LOAD * cores:
+        out.append(f"the machine was loaded before: load average {load:.1f} on {cores} cores")
+    others = found["other_cpu_share"]
+    if others is not None and others > OTHERS_SHARE:
+        out.append(f"other processes used {others:.0%} of the machine's cores meanwhile")
+    steal = found["steal_share"]
+    if steal is not None and steal > STEAL_SHARE:
+        out.append(f"the hypervisor took {steal:.0%} of the CPU time")
+    if found["throttle_events"]:
+        out.append(f"cores were slowed because of heat {found['throttle_events']} times")
+    return out
+
+
+def _settings(ranks: Sequence[RankUse], device: str) -> list[str]:
+    out = list(dict.fromkeys(note for rank in ranks for note in rank.notes))
+    for group in _by_node(ranks):
+        threads = sum(rank.threads for rank in group) if device == "cpu" else len(group)
+        if threads > group[0].cores:
+            what = "threads of ranks" if device == "cpu" else "ranks"
+            out.append(f"{threads} {what} share {group[0].cores} cores")
+            break
+    return out
+
+
+def _uncertainty(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+    out = []
+    fewest = min((row["steps"] for row in trials), default=0)
+    if 0 < fewest < LEAST_STEPS:
+        out.append(f"only {fewest} measured steps in a trial, fewer than {LEAST_STEPS}")
+    ratios = [
+        row["step_time_p95_ms"] / row["step_time_p50_ms"]
+        for row in trials
+        if row.get("step_time_p50_ms") and row.get("step_time_p95_ms") is not None
+    ]
+    if ratios and max(ratios) > STABLE_RATIO:
+        out.append(f"step times are not stable: p95 is {max(ratios):.2f} times p50, more than {STABLE_RATIO}")
+    return out
+
+
+def debug_flags(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What is switched on in this process that slows it down, in words."""
+    out = [
+        f"{name}={environ[name]} is set"
+        for name, harmless in _DEBUG_FLAGS.items()
+        if name in environ and environ[name].upper() not in {value.upper() for value in harmless}
+    ]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.is_anomaly_enabled():
+        out.append("torch's anomaly detection is on")
+    if sys.gettrace() is not None or sys.getprofile() is not None:
+        out.append("a debugger, coverage or Python profiler is on")
+    return out
+
+
+def gpu_disturbances(own_ranks: int) -> list[str]:
+    """Other processes on this machine's GPUs, and GPUs that are slowed down now; `own_ranks` processes are ours."""
+    out = []
+    listed = nvidia_smi("--query-compute-apps=pid", "--format=csv,noheader")
+    if listed is not None:
+        others = len(set(re.findall(r"\d+", listed))) - own_ranks
+        if others > 0:
+            out.append(f"{others} other processes compute on this machine's GPUs")
+    slowed = nvidia_smi(
+        f"--query-gpu={','.join(f'{_THROTTLE}.{name}' for name in _THROTTLED)}", "--format=csv,noheader"
+    )
+    if slowed is not None:
+        out += throttle_notes(slowed)
+    return out
+
+
+def throttle_notes(csv: str) -> list[str]:
+    """What a line for each GPU, "Active" or "Not Active" by reason, says; a reason a GPU does not have is no note."""
+    found = {
+        name
+        for line in csv.splitlines()
+        for name, state in zip(_THROTTLED, line.split(","), strict=False)
+        if state.strip() == "Active"
+    }
+    return [f"a GPU is slowed down: {name}" for name in _THROTTLED if name in found]
+
+
+def cpu_times(stat: str) -> tuple[float | None, float | None, float | None]:
+    """(busy, total, stolen) seconds of all cores from the text of ``/proc/stat`` (proc(5)).
+
+    Guest time is in user time already; waiting for a disk is idle.
+    """
+    found = re.match(r"cpu\s+((?:\d+\s+){7}\d+)", stat)
+    if found is None:
+        return None, None, None
+    user, nice, system, idle, wait, irq, softirq, steal = (int(n) / os.sysconf("SC_CLK_TCK") for n in found[1].split())
+    busy = user + nice + system + irq + softirq
+    return busy, busy + idle + wait + steal, steal
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def _by_node(ranks: Sequence[RankUse]) -> list[list[RankUse]]:
+    groups: list[list[RankUse]] = []
+    for rank in ranks:
+        if rank.local_rank == 0 or not groups:
+            groups.append([])
+        groups[-1].append(rank)
+    return groups
+
+
+def _node(ranks: Sequence[RankUse]) -> dict[str, Any]:
+    first, last = ranks[0].start, ranks[0].end
+    others = steal = None
+    if first.total_s is not None and last.total_s is not None and last.total_s > first.total_s:
+        assert first.busy_s is not None and last.busy_s is not None  # noqa: PT018  (they come together)
+        assert first.steal_s is not None and last.steal_s is not None  # noqa: PT018
+        total = last.total_s - first.total_s
+        own = sum(rank.end.own_s - rank.start.own_s for rank in ranks)
+        others = max(0.0, last.busy_s - first.busy_s - own) / total
+        steal = (last.steal_s - first.steal_s) / total
+    counted = first.throttled is not None and last.throttled is not None
+    return {
+        "cores": ranks[0].machine_cores,
+        "load_average_start": first.load_average,
+        "load_average_end": last.load_average,
+        "other_cpu_share": others,
+        "steal_share": steal,
+        "throttle_events": (last.throttled or 0) - (first.throttled or 0) if counted else None,
+        "duration_s": last.at_s - first.at_s,
+    }
+
+
+def _worst(values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+def own_use(local_rank: int, start: Sample, device: str, local_size: int) -> RankUse:
+    """What this rank hands over, taken now."""
+    import torch  # noqa: PLC0415  (a run has it loaded already)
+
+    notes = debug_flags()
+    if device.startswith("cuda") and local_rank == 0:
+        notes += gpu_disturbances(local_size)
+    return RankUse(
+        local_rank, start, Sample.take(), available_cores(), os.cpu_count() or 1, torch.get_num_threads(), tuple(notes)
+    )

@@ -1,0 +1,158 @@
+"""Times are valid only where nothing disturbed them, and the reason is named where something did."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import attrs
+import pytest
+
+from mtb_core import TrainConfig, run
+from mtb_core.measure.validity import (
+    RankUse,
+    Sample,
+    conditions,
+    cpu_times,
+    debug_flags,
+    invalid_reasons,
+    own_use,
+    throttle_notes,
+)
+
+START = Sample(at_s=100.0, load_average=0.5, busy_s=1000.0, total_s=9000.0, steal_s=5.0, own_s=1.0, throttled=3)
+#: Ten seconds on four cores later; both ranks have computed all the time.
+END = Sample(at_s=110.0, load_average=2.0, busy_s=1020.0, total_s=9040.0, steal_s=5.0, own_s=11.0, throttled=3)
+GOOD = {"steps": 20, "step_time_p50_ms": 10.0, "step_time_p95_ms": 10.5}
+
+
+def ranks(start: dict[str, Any] = {}, end: dict[str, Any] = {}, **changes: Any) -> list[RankUse]:  # noqa: B006
+    first, last = attrs.evolve(START, **start), attrs.evolve(END, **end)
+    use = RankUse(0, first, last, cores=4, machine_cores=4, threads=1)
+    return [attrs.evolve(use, local_rank=rank, **changes) for rank in range(2)]
+
+
+def reasons(uses: list[RankUse], trials: list[dict[str, Any]] | None = None, device: str = "cpu") -> list[str]:
+    return invalid_reasons(conditions(uses), uses, [GOOD] if trials is None else trials, device=device)
+
+
+def test_a_quiet_machine_has_no_reasons() -> None:
+    """Nothing but our ranks ran, on enough cores, for enough steady steps."""
+    assert reasons(ranks()) == []
+    assert conditions(ranks()) == {
+        "cores": 4,
+        "load_average_start": 0.5,
+        "load_average_end": 2.0,
+        "other_cpu_share": 0.0,
+        "steal_share": 0.0,
+        "throttle_events": 0,
+        "duration_s": 10.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("uses", "words"),
+    [
+        (ranks(start={"load_average": 7.0}), "load average 7.0 on 4 cores"),
+        (ranks(end={"busy_s": 1030.0}), "other processes used 25%"),
+        (ranks(end={"steal_s": 7.0}), "hypervisor took 5%"),
+        (ranks(end={"throttled": 5}), "because of heat 2 times"),
+        (ranks(threads=3), "6 threads of ranks share 4 cores"),
+        (ranks(notes=("CUDA_LAUNCH_BLOCKING=1 is set",)), "CUDA_LAUNCH_BLOCKING=1"),
+    ],
+)
+def test_each_disturbance_is_named(uses: list[RankUse], words: str) -> None:
+    """One thing wrong, one reason, with the figures."""
+    (reason,) = reasons(uses)
+    assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": 9}, "only 9 measured steps"),
+        ({"step_time_p95_ms": 12.5}, "p95 is 1.25 times p50"),
+    ],
+)
+def test_each_uncertainty_is_named(change: dict[str, Any], words: str) -> None:
+    """Too few or unsteady steps in any one trial are enough."""
+    (reason,) = reasons(ranks(), [GOOD, {**GOOD, **change}])
+    assert words in reason
+
+
+def test_what_a_system_does_not_tell_is_no_reason() -> None:
+    """Without /proc nothing is invented."""
+    silent = {"load_average": None, "busy_s": None, "total_s": None, "steal_s": None, "throttled": None}
+    uses = ranks(start=silent, end=silent)
+    assert reasons(uses) == []
+    assert conditions(uses)["other_cpu_share"] is None
+
+
+def test_the_worst_node_counts() -> None:
+    """Of two nodes, each with its own ranks, the loaded one decides."""
+    uses = [*ranks(), *ranks(end={"busy_s": 1030.0})]
+    assert conditions(uses)["other_cpu_share"] == 0.25
+    assert any("other processes" in reason for reason in reasons(uses))
+
+
+def test_on_gpus_ranks_not_threads_need_cores() -> None:
+    """Threads of torch idle there."""
+    assert reasons(ranks(threads=4), device="cuda") == []
+    assert reasons(ranks(threads=4, cores=1), device="cuda") == ["2 ranks share 1 cores"]
+
+
+def test_proc_stat_is_read_as_documented() -> None:
+    """Busy time leaves out idle, waiting for disks and stolen time; guest time is not counted twice."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    line = " ".join(str(n * ticks) for n in (10, 1, 5, 100, 20, 2, 3, 4, 9, 0))
+    assert cpu_times(f"cpu  {line}\ncpu0 1 2\n") == (21.0, 145.0, 4.0)
+    assert cpu_times("nothing") == (None, None, None)
+
+
+def test_debug_flags() -> None:
+    """Only values that slow a run down count."""
+    assert debug_flags({"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "off"}) == ([])
+    found = debug_flags({"NCCL_DEBUG": "TRACE", "CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert len(found) == 3
+
+
+def test_a_profiler_is_seen() -> None:
+    """A Python profiler slows every call."""
+    sys.setprofile(lambda *_: None)
+    try:
+        found = debug_flags({})
+    finally:
+        sys.setprofile(None)
+    assert found == ["a debugger, coverage or Python profiler is on"]
+
+
+def test_gpu_throttling() -> None:
+    """A GPU that is slowed down is named by reason; what it does not support is none."""
+    assert throttle_notes("Not Active, Active, [N/A]\nNot Active, Active, Not Active\n") == [
+        "a GPU is slowed down: hw_thermal_slowdown"
+    ]
+
+
+def test_work_beside_the_ranks_is_seen() -> None:
+    """CPU time that this process uses is its own, real samples of this machine add up."""
+    start = Sample.take()
+    while Sample.take().own_s < start.own_s + 0.2:
+        sum(range(1000))
+    use = own_use(0, start, "cpu", 1)
+    found = conditions([use])
+    assert use.end.own_s - use.start.own_s >= 0.2
+    assert found["duration_s"] > 0
+    assert found["other_cpu_share"] is None or 0 <= found["other_cpu_share"] <= 1
+
+
+@pytest.mark.timeout(120)
+def test_a_short_run_says_that_it_is_short(tmp_path: Any) -> None:
+    """result.json of a real run has the conditions, median and 95th percentile, and the reason why it is not valid."""
+    size = {"seq_length": 8, "d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 64}
+    config = TrainConfig(steps=3, warmup_steps=0, device="cpu", sink=("jsonl",), run_dir=str(tmp_path / "run"), **size)
+    result = run(config, quiet=True).check()
+    assert result.performance_valid is False
+    assert any("only 3 measured steps" in reason for reason in result.performance_invalid_reasons)
+    assert result.conditions["cores"] >= 1
+    assert 0 < result.step_time_p50_ms <= result.step_time_p95_ms
