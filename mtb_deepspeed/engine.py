@@ -28,8 +28,9 @@ def import_deepspeed(device: str) -> Any:
     kind = device.partition(":")[0]
     try:
         # Its logger takes the stdout that it finds while it is imported.
-        with contextlib.redirect_stdout(sys.stderr), _environment(DS_ACCELERATOR=kind):
+        with private.no_default_group(), contextlib.redirect_stdout(sys.stderr), _environment(DS_ACCELERATOR=kind):
             import deepspeed  # noqa: PLC0415  (seconds; only where it is used)
+            import torch.distributed.nn.functional  # noqa: F401, PLC0415  (DeepSpeed does it, but later)
             from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
 
             accelerator = get_accelerator()

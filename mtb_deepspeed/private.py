@@ -253,6 +253,21 @@ def partition(parameters: Iterable[nn.Parameter], init: Any) -> None:
 
 
 @contextlib.contextmanager
+def no_default_group() -> Iterator[None]:
+    """Hide the default process group from modules that are imported inside.
+
+    Some of torch's own, which DeepSpeed imports, take it as the default of an argument and so keep it, with its
+    threads and sockets, for as long as the process lives.
+    """
+    world = torch.distributed.distributed_c10d._world  # noqa: SLF001
+    held, world.default_pg = world.default_pg, None
+    try:
+        yield
+    finally:
+        world.default_pg = held
+
+
+@contextlib.contextmanager
 def without_broadcast(deepspeed: Any) -> Iterator[None]:
     """Engines made inside do not broadcast the model: all ranks have the same, and scalars would make it fail."""
     engine = deepspeed.DeepSpeedEngine
