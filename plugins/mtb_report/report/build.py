@@ -22,6 +22,7 @@ from .sections import (
     runs,
     training,
 )
+from .soundness import sound
 
 Maker = Callable[[Sequence[Named]], Section | None]
 
@@ -66,6 +67,7 @@ _KINDS = {
 
 def build(found: Found, title: str) -> Report:
     """The report of all that was found; a section without content is left out."""
+    found = sound(found)
     rows = named(found.records)
     sections = [section for make in _SECTIONS if (section := make(rows)) is not None]
     rest = _files(rows, found.unreadable)

@@ -47,12 +47,14 @@ def yes_no(value: bool | None, *, good: bool | None = None) -> Cell:
 
 
 def number(value: float | None, form: str = ",.4g") -> Cell:
-    """A number by a format of Python's; one that is not finite is shown by name."""
+    """A number by a format of Python's, or ``sig``: three digits, however small. One that is not finite is named."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
         return Cell(str(float(value)), None, "bad")
-    if form.endswith("d") and not isinstance(value, int):  # a count, though JSON from elsewhere may say 2.0
+    if form == "sig":
+        form = ",.0f" if abs(value) >= 1000 else ".3g"
+    elif form.endswith("d") and not isinstance(value, int):  # a count, though JSON from elsewhere may say 2.0
         form = f"{form[:-1]}.0f" if float(value).is_integer() else ",.4g"
     return Cell(format(value, form), float(value))
 

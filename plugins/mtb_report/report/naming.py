@@ -24,7 +24,13 @@ def named(records: Sequence[Record]) -> list[Named]:
     for record in records:
         alike.setdefault((record.kind, record.label), []).append(record)
     places = {id(r): p for group in alike.values() for r, p in zip(group, _places(group), strict=True)}
-    return [Named(f"{r.label} · {places[id(r)]}" if places[id(r)] else r.label, r) for r in records]
+    return [Named(_name(r.label, places[id(r)]), r) for r in records]
+
+
+def _name(label: str, place: str) -> str:
+    if not place:
+        return label
+    return place if place.startswith(label) else f"{label} · {place}"
 
 
 def _places(records: Sequence[Record]) -> list[str]:

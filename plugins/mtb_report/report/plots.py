@@ -7,6 +7,7 @@ replaced by the page's CSS variables, so that one drawing serves light and dark.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,11 @@ _ROLES = {"#010203": "ink", "#010204": "muted", "#010205": "grid"} | {
     f"#0203{n:02x}": f"series-{n}" for n in range(PALETTE)
 }
 _INK, _MUTED, _GRID = "#010203", "#010204", "#010205"
-_WIDTH = 7.2
-_HEIGHT = 3.4
-_BAR = 0.3  # inches of height that each bar takes
+# Inches; the page scales the drawing to its column, so that these set the size of the text in it.
+_WIDTH, _HEIGHT = 5.4, 3.0
+_BARS_WIDTH, _BAR = 9.0, 0.26
+#: Points that are closer than this share of the axes have one label.
+_TOO_CLOSE = 0.05
 _MARKERS = "osD^vPX*"
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: searchable, in the page's font, small
@@ -65,15 +68,15 @@ def svg(plot: Plot, name: str) -> str:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(_WIDTH, _height(plot)), layout="constrained")
+        figure = Figure(figsize=_size(plot), layout="constrained")
         axes = figure.add_subplot()
         {"lines": _lines, "points": _points, "bars": _bars}[plot.kind](axes, plot)
         _dress(axes, plot)
         return _embed(_rendered(figure), name)
 
 
-def _height(plot: Plot) -> float:
-    return _HEIGHT if plot.kind != "bars" else 1.0 + _BAR * len(plot.labels)
+def _size(plot: Plot) -> tuple[float, float]:
+    return (_WIDTH, _HEIGHT) if plot.kind != "bars" else (_BARS_WIDTH, 0.8 + _BAR * len(plot.labels))
 
 
 def _color(index: int) -> str:
@@ -91,12 +94,25 @@ def _lines(axes: Axes, plot: Plot) -> None:
 def _points(axes: Axes, plot: Plot) -> None:
     for index, series in enumerate(plot.series):
         marker = _MARKERS[index % len(_MARKERS)]
-        (line,) = axes.plot(series.x, series.y, linestyle="none", color=_color(index), marker=marker, markersize=8)
+        (line,) = axes.plot(series.x, series.y, linestyle="none", color=_color(index), marker=marker, markersize=7)
         line.set_gid(f"series_{index}_0")
-        for number, (x, y, label) in enumerate(zip(series.x, series.y, series.labels, strict=False)):
-            written = axes.annotate(label, (x, y), xytext=(7, 5), textcoords="offset points", fontsize=8, color=_MUTED)
-            written.set_gid(f"series_{index}_{number + 1}")
     axes.margins(x=0.12, y=0.15)
+    _label_points(axes, plot)
+
+
+def _label_points(axes: Axes, plot: Plot) -> None:
+    """Write the labels, one where several points lie on one another."""
+    left, right = axes.get_xlim()
+    low, high = axes.get_ylim()
+    labelled: list[tuple[float, float]] = []
+    for index, series in enumerate(plot.series):
+        for number, (x, y, label) in enumerate(zip(series.x, series.y, series.labels, strict=False), 1):
+            place = ((x - left) / (right - left), (y - low) / (high - low))
+            if any(math.dist(place, other) < _TOO_CLOSE for other in labelled):
+                continue
+            labelled.append(place)
+            written = axes.annotate(label, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8, color=_MUTED)
+            written.set_gid(f"series_{index}_{number}")
 
 
 def _error_bars(axes: Axes, series: Series, index: int) -> None:
@@ -115,11 +131,14 @@ def _bars(axes: Axes, plot: Plot) -> None:
             patch.set_gid(f"series_{index}_{number}")
         starts = [start + width for start, width in zip(starts, series.y, strict=True)]
     axes.set_yticks(places, labels=plot.labels)
-    axes.invert_yaxis()
+    axes.set_ylim(len(plot.labels) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
+    axes.xaxis.set_major_formatter(_with_commas())
 
 
 def _dress(axes: Axes, plot: Plot) -> None:
+    from matplotlib.ticker import NullFormatter  # noqa: PLC0415
+
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
     if plot.x_scale == "log":
@@ -129,6 +148,10 @@ def _dress(axes: Axes, plot: Plot) -> None:
         _rank_axis(axes, plot.series)
     if plot.y_scale == "log":
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_with_commas())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif plot.kind != "bars":
+        axes.yaxis.set_major_formatter(_with_commas())
     if plot.y_from_zero:
         axes.set_ylim(bottom=0)
     if plot.reference is not None:
@@ -144,6 +167,12 @@ def _rank_axis(axes: Axes, series: Sequence[Series]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, labels=[f"{n:g}" for n in ranks])
     axes.minorticks_off()
+
+
+def _with_commas() -> Any:
+    from matplotlib.ticker import FuncFormatter  # noqa: PLC0415
+
+    return FuncFormatter(lambda value, _position: f"{value:,.10g}")
 
 
 def _bytes_formatter() -> Any:

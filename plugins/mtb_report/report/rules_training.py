@@ -9,7 +9,7 @@ from mtb_report.results import Record
 
 from .findings import Finding, known, text_of
 from .scaling import setting
-from .sections.training import interval
+from .trainings import interval
 
 #: What is normal, by experience with data-parallel training: waiting for data below 2% of the step.
 DATA_SHARE = 0.02

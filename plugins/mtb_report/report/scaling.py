@@ -89,9 +89,9 @@ def efficiency(record: Record, records: Sequence[Record]) -> Efficiency:
         return Efficiency(1.0, base=record)
     base = _closest(record, bases)
     if base is None:
-        return Efficiency(None, reason="no run on 1 rank")
+        return Efficiency(None, reason="no 1-rank run")
     if base.performance_valid is False:
-        return Efficiency(None, reason="run on 1 rank not valid")
+        return Efficiency(None, reason="1-rank run not valid")
     base_time, base_rate = base.get("step_time_ms"), base.get("tokens_per_sec")
     if not base_time or not base_rate:
         return Efficiency(None, reason="unknown")
@@ -99,7 +99,7 @@ def efficiency(record: Record, records: Sequence[Record]) -> Efficiency:
         return Efficiency(base_time / (ranks * time), "strong", base)
     if _batch_of_a_rank(record) is not None and _batch_of_a_rank(record) == _batch_of_a_rank(base):
         return Efficiency(rate / ranks / base_rate, "weak", base)
-    return Efficiency(None, reason="other batch than on 1 rank")
+    return Efficiency(None, reason="other batch at 1 rank")
 
 
 def against_ddp(record: Record, records: Sequence[Record]) -> AgainstDdp:

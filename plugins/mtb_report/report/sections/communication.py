@@ -18,11 +18,12 @@ _DEFINITION = (
 
 
 def section(rows: Sequence[Named]) -> Section | None:
-    """Plots of busbw for each number of ranks, a table for each document, and fitted latency and bandwidth."""
+    """A plot and a table of each document, and fitted latency and bandwidth."""
     documents = [row for row in rows if row.record.kind == "communication"]
     if not documents:
         return None
-    blocks: list[Block] = [*_plots(documents), *(_table(row) for row in documents)]
+    plots = [plot for plot in map(_plot, documents) if plot is not None]
+    blocks: list[Block] = [*plots, *map(_table, documents)]
     fits = _fits(documents)
     return Section("communication", "Communication", [*blocks, *([fits] if fits else [])])
 
@@ -34,10 +35,10 @@ def _table(row: Named) -> Table:
             Cell(_operation(point), _operation(point)),
             Cell(size_text(point["size_bytes"]), point["size_bytes"]) if point.get("size_bytes") else cells.UNKNOWN,
             cells.text(point.get("world_size")),
-            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "mean", ",.4f")),  # type: ignore[misc]
-            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "p95", ",.4f")),  # type: ignore[misc]
-            cells.measured(record, lambda p=point: cells.of(p, "algbw_gb_per_sec", ",.3f")),  # type: ignore[misc]
-            cells.measured(record, lambda p=point: cells.of(p, "busbw_gb_per_sec", ",.3f")),  # type: ignore[misc]
+            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "mean", "sig")),  # type: ignore[misc]
+            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "p95", "sig")),  # type: ignore[misc]
+            cells.measured(record, lambda p=point: cells.of(p, "algbw_gb_per_sec", "sig")),  # type: ignore[misc]
+            cells.measured(record, lambda p=point: cells.of(p, "busbw_gb_per_sec", "sig")),  # type: ignore[misc]
             _wrong(point),
             cells.status(point.get("status")),
             Cell("none", "", "muted") if not point.get("reason") else cells.text(point["reason"]),
@@ -68,31 +69,24 @@ def _wrong(point: Mapping[str, Any]) -> Cell:
     return Cell(found.text, found.sort, "bad") if point.get("wrong") else found
 
 
-def _plots(documents: Sequence[Named]) -> list[Plot]:
-    groups: dict[int, dict[tuple[str, str], list[tuple[float, float]]]] = {}
-    for row in documents:
-        if row.record.performance_valid is False:
-            continue
-        for point in row.record.rows:
-            size, rate, ranks = (point.get(k) for k in ("size_bytes", "busbw_gb_per_sec", "world_size"))
-            if size and rate and ranks:
-                groups.setdefault(ranks, {}).setdefault((row.name, _operation(point)), []).append((size, rate))
-    return [_plot(ranks, lines) for ranks, lines in sorted(groups.items())]
-
-
-def _plot(ranks: int, lines: Mapping[tuple[str, str], Sequence[tuple[float, float]]]) -> Plot:
-    several = len({document for document, _ in lines}) > 1
-    series = [
-        Series(f"{operation} · {document}" if several else operation, *zip(*sorted(points), strict=True))
-        for (document, operation), points in lines.items()
-    ]
+def _plot(row: Named) -> Plot | None:
+    """The plot of busbw over size, one line for what differs in anything but the size."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    dtypes = {point.get("dtype") for point in row.record.rows}
+    for point in row.record.rows:
+        size, rate = point.get("size_bytes"), point.get("busbw_gb_per_sec")
+        if size and rate:
+            name = _operation(point if len(dtypes) > 1 else {**point, "dtype": None})
+            lines.setdefault(name, []).append((size, rate))
+    if not lines or row.record.performance_valid is False:
+        return None
     return Plot(
-        f"busbw over size, {ranks} ranks",
+        f"busbw over size: {row.name}",
         "Bus bandwidth against message size S, both on logarithmic scales; higher is better.",
         "lines",
         "S (bytes)",
         "busbw GB/s",
-        series,
+        [Series(name, *zip(*sorted(points), strict=True)) for name, points in lines.items()],
         x_scale="log",
         y_scale="log",
     )
@@ -105,10 +99,10 @@ def _fits(documents: Sequence[Named]) -> Table | None:
             alpha = fit.get("alpha_s")
             error = fit.get("alpha_error_s")
             made = [
-                cells.number(None if alpha is None else alpha * 1e6, ",.2f"),
-                cells.number(None if error is None else error * 1e6, ",.2f"),
-                cells.of(fit, "beta_gb_per_sec", ",.3f"),
-                cells.of(fit, "beta_error_gb_per_sec", ",.3f"),
+                cells.number(None if alpha is None else alpha * 1e6, "sig"),
+                cells.number(None if error is None else error * 1e6, "sig"),
+                cells.of(fit, "beta_gb_per_sec", "sig"),
+                cells.of(fit, "beta_error_gb_per_sec", "sig"),
             ]
             shown = [cells.measured(row.record, lambda cell=cell: cell) for cell in made]  # type: ignore[misc]
             out.append([cells.text(row.name), cells.text(_operation(fit)), *shown, cells.text(fit.get("points"))])

@@ -56,7 +56,7 @@ def section(rows: Sequence[Named]) -> Section | None:
 
 def _differences(rows: Sequence[Named]) -> list[str]:
     training = [row for row in rows if row.record.kind == "training"]
-    return [*_of(rows, _ASPECTS, "results"), *_of(training, _OF_TRAINING, "training runs")]
+    return [*_of(rows, _ASPECTS, "Results"), *_of(training, _OF_TRAINING, "Training runs")]
 
 
 def _of(rows: Sequence[Named], aspects: Sequence[tuple[str, Callable[[Record], Any]]], what: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtb_report.report import cells
-from mtb_report.report.blocks import Block, Cell, Column, Section, Table
+from mtb_report.report.blocks import Block, Column, Section, Table
 from mtb_report.report.naming import Named
 
 
@@ -25,11 +25,11 @@ def section(rows: Sequence[Named]) -> Section | None:
 
 def _runs(rows: Sequence[Named]) -> Table:
     out = []
+    sources = set()
     for row in rows:
         record = row.record
         runtime = record.get("runtime") or {}
-        source = str(runtime.get("pipeline_bubble_proxy_source") or "").replace("_", " ")
-        bubble = cells.percent(runtime.get("pipeline_bubble_proxy"))
+        sources.add(str(runtime.get("pipeline_bubble_proxy_source") or "unknown").replace("_", " "))
         out.append(
             [
                 cells.text(row.name),
@@ -38,16 +38,19 @@ def _runs(rows: Sequence[Named]) -> Table:
                 cells.measured(record, lambda r=record: cells.of(r.values, "tokens_per_sec", ",.0f")),  # type: ignore[misc]
                 cells.measured(record, lambda r=record: cells.of(r.values, "step_time_ms", ",.2f")),  # type: ignore[misc]
                 cells.measured(record, lambda r=record: cells.of(r.values, "max_memory_mib", ",.0f")),  # type: ignore[misc]
-                Cell(f"{bubble.text} ({source})", bubble.sort) if source else bubble,
+                cells.percent(runtime.get("pipeline_bubble_proxy")),
                 cells.text((record.get("megatron") or {}).get("core_version")),
                 cells.status(record.status),
                 cells.yes_no(record.performance_valid, good=True),
             ]
         )
     titles = ["Configuration", "TP", "PP", "DP", "Precision", "Tokens/s", "Step ms", "Memory MiB", "Pipeline bubble", "Megatron Core", "Status", "Valid"]  # fmt: skip
-    text = {"Configuration", "Precision", "Pipeline bubble", "Megatron Core", "Status", "Valid"}
-    note = "TP, PP, DP: ranks that split tensors, layers and data. Memory is all that was in use on the device, other processes included."
-    return Table("Configurations", [Column(t, numeric=t not in text) for t in titles], out, notes=[note])
+    text = {"Configuration", "Precision", "Megatron Core", "Status", "Valid"}
+    notes = [
+        "TP, PP, DP: ranks that split tensors, layers and data. Memory is all that was in use on the device, others' too.",
+        f"Pipeline bubble, where it comes from: {', '.join(sorted(sources))}.",
+    ]
+    return Table("Configurations", [Column(t, numeric=t not in text) for t in titles], out, notes=notes)
 
 
 def _matrices(rows: Sequence[Named]) -> Table:

@@ -18,9 +18,16 @@ def section(rows: Sequence[Named]) -> Section | None:
     documents = [row for row in rows if row.record.kind == "moe_routing"]
     if not documents:
         return None
-    points = [(row, point) for row in documents for point in (row.record.rows or [row.record.values])]
+    points = [pair for row in documents for pair in _points(row)]
     experts = [plot for row, point in points if (plot := _experts(row, point)) is not None]
     return Section("moe", "Mixture of experts", [_routing(points), _times(points), *experts[:4]])
+
+
+def _points(row: Named) -> list[tuple[Named, Mapping[str, Any]]]:
+    """The points of a document, each under a name of its own."""
+    points = row.record.rows or [row.record.values]
+    several = len(points) > 1
+    return [(Named(f"{row.name} #{n}", row.record) if several else row, point) for n, point in enumerate(points, 1)]
 
 
 def _routing(points: Sequence[tuple[Named, Mapping[str, Any]]]) -> Table:

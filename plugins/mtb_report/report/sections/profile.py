@@ -40,7 +40,7 @@ def _of_one(name: str, document: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = []
     verdict = document.get("verdict")
     if verdict is not None:
-        blocks.append(Text(f"{name}: {document.get('verdict_text') or verdict}."))
+        blocks.append(Text(f"{name}: {str(document.get('verdict_text') or verdict).rstrip('.')}."))
         said = [*(document.get("evidence") or ()), *(f"To try: {advice}" for advice in document.get("advice") or ())]
         if said:
             blocks.append(Listing(said))
@@ -107,7 +107,7 @@ def _collectives(name: str, ranks: Sequence[Mapping[str, Any]]) -> Table | None:
             cells.of(row, "bytes", ",d"),
             cells.of(row, "time_us", ",.3f", 1e-3),
             cells.of(row, "transfer_us", ",.3f", 1e-3),
-            cells.of(row, "busbw_gb_per_sec", ",.3f"),
+            cells.of(row, "busbw_gb_per_sec", "sig"),
         ]
         for rank in ranks
         for row in rank.get("collectives") or ()

@@ -8,9 +8,8 @@ from typing import Any
 from mtb_report.report import cells, scaling
 from mtb_report.report.blocks import Block, Cell, Column, Section, Table
 from mtb_report.report.naming import Named
+from mtb_report.report.trainings import of_training
 from mtb_report.results import Record
-
-from .training import of_training
 
 _FIGURES = (
     ("tokens_per_sec", "tokens/s", ",.0f"),

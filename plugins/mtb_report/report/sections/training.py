@@ -1,20 +1,17 @@
-"""Training runs: throughput and scaling, where a step's time goes, what was trained, and their plots."""
+"""Training runs: throughput and scaling, where a step's time goes, what was trained."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from mtb_core import summarize
 from mtb_report.report import cells, scaling
-from mtb_report.report.blocks import Block, Cell, Column, Plot, Section, Series, Table
+from mtb_report.report.blocks import Block, Cell, Column, Section, Table
 from mtb_report.report.naming import Named
-from mtb_report.results import Record, metrics_of
+from mtb_report.report.trainings import PARTS, interval, of_training
+from mtb_report.results import Record
 
-#: More curves than this in one plot cannot be told apart.
-_MOST_CURVES = 12
-_PARTS = (("data", "data_time_ms"), ("forward and backward", "forward_backward_ms"), ("optimizer", "optimizer_step_ms"))
+from .training_plots import plots_of
 
 EFFICIENCY = (
     "Efficiency: strong scaling T1 / (n · Tn) where the global batch is that of the run on one rank; weak scaling, "
@@ -25,47 +22,15 @@ _TIMES = "Times are means over the measured steps of the maximum over ranks; mem
 INVALID = "-: the run is not a valid measurement; its raw figures are in its file, the reasons below Comparability."
 
 
-def of_training(rows: Sequence[Named]) -> list[Named]:
-    """The training runs among `rows`: by work and strategy in the order in which they appear, then by ranks.
-
-    A run whose number of ranks is not known stays where it was found among its like.
-    """
-    runs = [row for row in rows if row.record.kind == "training"]
-    groups: dict[Any, list[Named]] = {}
-    for row in runs:
-        key = (scaling.batch_folder(row.record), scaling.work_of(row.record), scaling.scheme_of(row.record))
-        groups.setdefault(key, []).append(row)
-    return [row for group in groups.values() for row in _by_ranks(group)]
-
-
-def _by_ranks(group: list[Named]) -> list[Named]:
-    if any(row.record.get("world_size") is None for row in group):
-        return group
-    return sorted(group, key=lambda row: row.record.get("world_size"))
-
-
 def section(rows: Sequence[Named]) -> Section | None:
     """All of it."""
     runs = of_training(rows)
     if not runs:
         return None
     records = [row.record for row in runs]
-    plots = (
-        _rate_plot(runs),
-        _efficiency_plot(runs, records),
-        _frontier_plot(runs),
-        _loss_plot(runs),
-        _breakdown_plot(runs),
-    )
-    blocks: list[Block] = [plot for plot in plots if plot is not None]
+    blocks: list[Block] = [*plots_of(runs)]
     blocks += [_throughput(runs, records), _step(runs), _communication(runs), _setup(runs)]
     return Section("training", "Training", blocks)
-
-
-def interval(record: Record, figure: str) -> tuple[float, float, int] | None:
-    """(low, high, number of trials) of the 95% confidence interval of the mean; None without one."""
-    spread = record.summary.get(figure) or summarize([row.get(figure) for row in record.trials]) or {}
-    return (*spread["ci95"], spread["n"]) if spread.get("ci95") else None
 
 
 def with_interval(record: Record, figure: str, form: str) -> Cell:
@@ -124,8 +89,8 @@ def _throughput_row(row: Named, records: Sequence[Record]) -> list[Cell]:
 
 
 def _step(runs: Sequence[Named]) -> Table:
-    names = [*(name.capitalize() for name, _ in _PARTS), "Whole step", "Checkpoint pause"]
-    keys = [*(key for _, key in _PARTS), "step_time_ms", "checkpoint_time_ms"]
+    names = [*(name.capitalize() for name, _ in PARTS), "Whole step", "Checkpoint pause"]
+    keys = [*(key for _, key in PARTS), "step_time_ms", "checkpoint_time_ms"]
     table_rows = [
         [
             cells.text(row.name),
@@ -199,145 +164,3 @@ def _setup(runs: Sequence[Named]) -> Table:
             ]
         )
     return Table("What was trained", columns, rows, notes=["Batches are in samples. Warm-up steps train, but are not in the averages."])  # fmt: skip
-
-
-def _curves(runs: Sequence[Named]) -> dict[Any, list[Named]]:
-    """Valid runs by what one line in a plot over ranks stands for, in order."""
-    out: dict[Any, list[Named]] = {}
-    for row in runs:
-        r = row.record
-        if r.performance_valid is False or not r.get("world_size") or not r.get("tokens_per_sec"):
-            continue
-        out.setdefault((scaling.batch_folder(r), scaling.work_of(r), scaling.scheme_of(r)), []).append(row)
-    return {key: group for key, group in out.items() if len({row.record.get("world_size") for row in group}) > 1}
-
-
-def _curve_names(groups: dict[Any, list[Named]]) -> list[str]:
-    plain = [_scheme(group[0].record) for group in groups.values()]
-    return [
-        name if plain.count(name) == 1 else f"{name} · {scaling.batch_folder(group[0].record).name}"
-        for name, group in zip(plain, groups.values(), strict=True)
-    ]
-
-
-def _scheme(record: Record) -> str:
-    return record.label.partition(" ×")[0]
-
-
-def _rate_plot(runs: Sequence[Named]) -> Plot | None:
-    groups = dict(list(_curves(runs).items())[:_MOST_CURVES])
-    if not groups:
-        return None
-    series = []
-    for name, group in zip(_curve_names(groups), groups.values(), strict=True):
-        x = [row.record.get("world_size") for row in group]
-        y = [row.record.get("tokens_per_sec") for row in group]
-        bounds = [interval(row.record, "tokens_per_sec") or (rate, rate, 1) for row, rate in zip(group, y, strict=True)]
-        series.append(Series(name, x, y, [b[0] for b in bounds], [b[1] for b in bounds]))
-    return Plot(
-        "Throughput over ranks",
-        "Tokens per second of the whole job against the number of ranks; higher is better. Bars are 95% confidence intervals.",
-        "lines",
-        "ranks",
-        "tokens/s",
-        series,
-        x_scale="ranks",
-        y_from_zero=True,
-    )
-
-
-def _efficiency_plot(runs: Sequence[Named], records: Sequence[Record]) -> Plot | None:
-    groups = dict(list(_curves(runs).items())[:_MOST_CURVES])
-    series = []
-    for name, group in zip(_curve_names(groups), groups.values(), strict=True):
-        found = [(row.record.get("world_size"), scaling.efficiency(row.record, records).value) for row in group]
-        known = [(ranks, value * 100) for ranks, value in found if value is not None]
-        if len(known) > 1:
-            series.append(Series(name, [x for x, _ in known], [y for _, y in known]))
-    if not series:
-        return None
-    return Plot(
-        "Scaling efficiency",
-        "Share of ideal scaling against the number of ranks, by the definition below the first table; 100% is ideal.",
-        "lines",
-        "ranks",
-        "efficiency %",
-        series,
-        x_scale="ranks",
-        y_from_zero=True,
-        reference=(100.0, "ideal"),
-    )
-
-
-def _breakdown_plot(runs: Sequence[Named]) -> Plot | None:
-    known = [
-        row
-        for row in runs
-        if row.record.performance_valid is not False
-        and row.record.get("step_time_ms")
-        and all(row.record.get(key) is not None for _, key in _PARTS)
-    ][:24]
-    if not known:
-        return None
-    parts = [[row.record.get(key) for row in known] for _, key in _PARTS]
-    rest = [max(row.record.get("step_time_ms") - sum(p[i] for p in parts), 0.0) for i, row in enumerate(known)]
-    series = [Series(name, (), values) for (name, _), values in zip(_PARTS, parts, strict=True)]
-    return Plot(
-        "Step breakdown",
-        "Milliseconds of a step by part, each the slowest rank's mean; other is what the parts leave of the whole step.",
-        "bars",
-        "ms",
-        "",
-        [*series, Series("other", (), rest)],
-        labels=[row.name for row in known],
-    )
-
-
-def _frontier_plot(runs: Sequence[Named]) -> Plot | None:
-    groups: dict[str, list[Named]] = {}
-    for row in runs:
-        r = row.record
-        if r.performance_valid is not False and r.get("max_memory_mib") and r.get("tokens_per_sec"):
-            groups.setdefault(_scheme(r), []).append(row)
-    if sum(map(len, groups.values())) < 2:
-        return None
-    series = [
-        Series(
-            name,
-            [row.record.get("max_memory_mib") for row in group],
-            [row.record.get("tokens_per_sec") for row in group],
-            labels=[f"×{row.record.get('world_size') or '?'}" for row in group],
-        )
-        for name, group in groups.items()
-    ]
-    return Plot(
-        "Memory against throughput",
-        "Each point is a run, with its number of ranks: to the left is less memory on the fullest rank, above is faster.",
-        "points",
-        "MiB on the fullest rank",
-        "tokens/s",
-        series,
-    )
-
-
-def _loss_plot(runs: Sequence[Named]) -> Plot | None:
-    series = []
-    for row in runs:
-        lines = next(iter(metrics_of(row.record).values()), [])
-        known = [line for line in lines if line.get("global_step") is not None]
-        # A loss that was not finite is null in the file, and breaks the line.
-        losses = [math.nan if line.get("loss") is None else line["loss"] for line in known]
-        if sum(map(math.isfinite, losses)) > 1:
-            series.append(Series(row.name, [line["global_step"] for line in known], losses))
-    if not series:
-        return None
-    left = len(series) - _MOST_CURVES
-    return Plot(
-        "Loss",
-        "Mean loss over the valid tokens of the global batch, by optimizer step; where it was not finite the line is broken."
-        + (f" {left} further runs are not drawn." if left > 0 else ""),
-        "lines",
-        "optimizer step",
-        "loss",
-        series[:_MOST_CURVES],
-    )

@@ -1,0 +1,40 @@
+"""Training runs among the results: which, in what order, and how sure their figures are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mtb_core import summarize
+from mtb_report.results import Record
+
+from . import scaling
+from .naming import Named
+
+#: The parts of a step, and where their times are.
+PARTS = (("data", "data_time_ms"), ("forward and backward", "forward_backward_ms"), ("optimizer", "optimizer_step_ms"))
+
+
+def of_training(rows: Sequence[Named]) -> list[Named]:
+    """The training runs among `rows`: by work and strategy in the order in which they appear, then by ranks.
+
+    A run whose number of ranks is not known stays where it was found among its like.
+    """
+    runs = [row for row in rows if row.record.kind == "training"]
+    groups: dict[Any, list[Named]] = {}
+    for row in runs:
+        key = (scaling.batch_folder(row.record), scaling.work_of(row.record), scaling.scheme_of(row.record))
+        groups.setdefault(key, []).append(row)
+    return [row for group in groups.values() for row in _by_ranks(group)]
+
+
+def _by_ranks(group: list[Named]) -> list[Named]:
+    if any(row.record.get("world_size") is None for row in group):
+        return group
+    return sorted(group, key=lambda row: row.record.get("world_size"))
+
+
+def interval(record: Record, figure: str) -> tuple[float, float, int] | None:
+    """(low, high, number of trials) of the 95% confidence interval of the mean; None without one."""
+    spread = record.summary.get(figure) or summarize([row.get(figure) for row in record.trials]) or {}
+    return (*spread["ci95"], spread["n"]) if spread.get("ci95") else None
