@@ -288,6 +288,13 @@ def take_back_group(deepspeed: Any) -> None:
     """DeepSpeed keeps groups in globals; one that outlives its run hangs whoever forks and then lets go of it."""
     deepspeed.utils.groups._WORLD_GROUP = None  # noqa: SLF001
     deepspeed.comm.comm.cdb = None
+    # Stage 3 leaves its model on a stack and in caches of methods, and with it its parameters' groups.
+    zero = deepspeed.runtime.zero
+    zero.parameter_offload.FWD_MODULE_STACK.clear()
+    for function in vars(zero.partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+        for cell in getattr(function, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
 
 
 def count_devices_once(accelerator: Any) -> None:

@@ -48,7 +48,9 @@ EXACT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize(
+    "case", ["stage 3, dropout", *(pytest.param(c, marks=pytest.mark.slow) for c in EXACT if c != "stage 3, dropout")]
+)
 def test_resume_is_exact(case: str, tmp_path: Path) -> None:
     """A resumed run ends with the losses, weights and moments of the uninterrupted one, to the bit."""
     settings = {"strategy": "deepspeed", "lr_scheduler": "cosine", "lr_decay_steps": 8, **EXACT[case]}
@@ -92,7 +94,13 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(
+    "chain",
+    [
+        "single, stage 1, stage 3",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in CHAINS if c != "single, stage 1, stage 3"),
+    ],
+)
 def test_training_goes_on_elsewhere(chain: str, tmp_path: Path) -> None:
     """Losses, weights and moments of a training that moves are those of `single` all along."""
     expected = recorded(tmp_path / "whole", strategy="single", steps=8)
@@ -105,6 +113,7 @@ def test_training_goes_on_elsewhere(chain: str, tmp_path: Path) -> None:
     assert distance(found, expected) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_bf16_keeps_its_precision_elsewhere(tmp_path: Path) -> None:
     """What bf16 training saves are fp32 weights and moments; they arrive unrounded at other stages and strategies."""

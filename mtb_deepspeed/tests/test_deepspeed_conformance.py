@@ -7,6 +7,7 @@ import pytest
 from mtb_core.testing import Capabilities, StrategyConformance
 
 
+@pytest.mark.slow
 class TestStage2(StrategyConformance):
     strategy = "deepspeed"
     options = {"stage": "2"}

@@ -40,6 +40,7 @@ def failing(model: str, folder: Path, stage: int, **settings: Any) -> Result:
     return run(config, quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, STAGE_3], ids=str)
@@ -60,6 +61,7 @@ def test_odd_tied_frozen(options: dict[str, Any], precision: str, tmp_path: Path
             assert torch.allclose(found.final[key], value, rtol=1e-3, atol=1e-6), key
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}, STAGE_3], ids=str)
 def test_buffers_are_one(options: dict[str, Any], tmp_path: Path) -> None:
@@ -77,6 +79,7 @@ def test_buffers_are_one(options: dict[str, Any], tmp_path: Path) -> None:
     assert expected.final["model/norm.running_mean"].abs().sum() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("model", "rank"), [("UnusedOnOne", 1), ("UnusedEverywhere", None)])
@@ -91,6 +94,7 @@ def test_unused_parameters_are_refused(model: str, rank: int | None, stage: int,
     assert result.global_step == (2 if rank else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nonfinite_stops_all_ranks(stage: int, tmp_path: Path) -> None:
@@ -101,6 +105,7 @@ def test_nonfinite_stops_all_ranks(stage: int, tmp_path: Path) -> None:
     assert (result.failure["rank"], result.failure["step"]) == (1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options",

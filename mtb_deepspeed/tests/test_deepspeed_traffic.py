@@ -44,6 +44,7 @@ def trained(folder: Path, **settings: Any) -> Result:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -60,6 +61,7 @@ def test_bytes_of_stages_0_to_2(stage: int, accumulation: int, tmp_path: Path) -
     assert result.synchronized_microbatches_per_step == reductions
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
 def test_bytes_of_stage_3(precision: str, size: int, tmp_path: Path) -> None:
