@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .measure.jsonio import dumps, write_json
     from .measure.result import Result
     from .measure.statistics import percentile, summarize
+    from .measure.validity import formal_obstacles
     from .ranks.agree import from_rank_zero, gather_objects, same_on_all
     from .ranks.failures import Failure
     from .ranks.worker import Worker
@@ -43,6 +44,7 @@ _LAZY = {
     "dumps": ".measure.jsonio",
     "environment": ".measure.environment",
     "external_launcher": ".launch.worker",
+    "formal_obstacles": ".measure.validity",
     "from_rank_zero": ".ranks.agree",
     "gather_objects": ".ranks.agree",
     "given_settings": ".cli.options",
@@ -75,6 +77,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "dumps",
     "environment",
     "external_launcher",
+    "formal_obstacles",
     "from_rank_zero",
     "gather_objects",
     "given_settings",

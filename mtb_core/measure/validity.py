@@ -195,6 +195,27 @@ def gpu_disturbances(own_ranks: int) -> list[str]:
     return out
 
 
+def formal_obstacles(origin: Mapping[str, Any]) -> list[str]:
+    """Why what is measured here and now could not be published, in words: the code's `origin` and the machine.
+
+    `origin` is what ``provenance`` returns. Without obstacles the tree is clean and at a known revision, the image, if
+    any, was built from it, and nothing else uses the machine or its GPUs.
+    """
+    out = []
+    revision, built = origin["git_revision"], origin["build_revision"]
+    if revision is None:
+        out.append("the revision of the code is not known; work in a git checkout or set MTB_GIT_REVISION")
+    if origin["git_dirty"]:
+        out.append("tracked files differ from the revision; commit or undo the changes")
+    if built is not None and revision is not None and built != revision:
+        out.append(f"the image was built from {built}, but the revision is {revision}; build it anew")
+    load, cores = _load(), os.cpu_count() or 1
+    if load is not None and load > BUSY_LOAD * cores:
+        out.append(f"the machine is busy: load average {load:.1f} on {cores} cores")
+    out += gpu_disturbances(0)
+    return out
+
+
 def throttle_notes(csv: str) -> list[str]:
     """What a line for each GPU, "Active" or "Not Active" by reason, says; a reason a GPU does not have is no note."""
     found = {

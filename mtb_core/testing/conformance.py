@@ -38,11 +38,11 @@ class StrategyConformance:
     settings: ClassVar[Mapping[str, Any]] = {}
 
     @pytest.fixture(scope="class")
-    def lab(self, request: pytest.FixtureRequest) -> Iterator[Lab]:
+    @classmethod
+    def lab(cls) -> Iterator[Lab]:
         """The laboratory of this class; runs are shared between its tests."""
-        own: type[StrategyConformance] = request.cls
-        info = own.strategy if isinstance(own.strategy, StrategyInfo) else discover().strategy(own.strategy)
-        with Lab(info, own.options, capabilities=own.capabilities, settings=own.settings) as lab:
+        info = cls.strategy if isinstance(cls.strategy, StrategyInfo) else discover().strategy(cls.strategy)
+        with Lab(info, cls.options, capabilities=cls.capabilities, settings=cls.settings) as lab:
             yield lab
 
     @pytest.mark.timeout(300)

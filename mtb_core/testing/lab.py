@@ -36,7 +36,8 @@ MODELS = tuple(
         ("frozen", "Some parameters do not require gradients"),
         ("unused", "A parameter that forward never uses"),
         ("buffers", "Persistent and other buffers that forward changes"),
-        ("odd", "Dimensions that no number of ranks divides, a 0-d parameter, fewer rows than ranks"),
+        ("odd", "Dimensions that no number of ranks divides, a single element, fewer rows than ranks"),
+        ("scalar", "A parameter without dimensions"),
     )
 )
 #: What takes long to import is imported here, before ranks are forked, and so once.

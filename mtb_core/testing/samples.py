@@ -62,18 +62,29 @@ class Unused(Sample):
 
 
 class Odd(Sample):
-    """A 0-d parameter, one of a single element, and one with fewer rows than there may be ranks."""
+    """A parameter of a single element, and one with fewer rows than there may be ranks."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size, width=7, hidden=3)
-        self.scale = nn.Parameter(torch.empty(()))
         self.shift = nn.Parameter(torch.empty(1))
         self.mix = nn.Parameter(torch.empty(2, 7))
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """With the odd parameters in use."""
         x = super().hidden(tokens)
-        return x * self.scale + self.shift + x * self.mix[0] - self.mix[1]
+        return x + self.shift + x * self.mix[0] - self.mix[1]
+
+
+class Scalar(Sample):
+    """A parameter without dimensions."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.scale = nn.Parameter(torch.empty(()))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scaled."""
+        return super().hidden(tokens) * self.scale
 
 
 class Buffers(Sample):
@@ -128,6 +139,11 @@ def unused(config: TrainConfig) -> ModelSpec:
 def odd(config: TrainConfig) -> ModelSpec:
     """The model ``kit-odd``."""
     return _spec(config, Odd)
+
+
+def scalar(config: TrainConfig) -> ModelSpec:
+    """The model ``kit-scalar``."""
+    return _spec(config, Scalar)
 
 
 def buffers(config: TrainConfig) -> ModelSpec:

@@ -10,10 +10,12 @@ import torch
 from mtb_core.testing.checking import check
 from mtb_core.testing.checks.parity import TOLERANCE, same_losses, sgd, training
 from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab
+from mtb_core.testing.lab import Lab, Run
 from mtb_core.testing.probes import Forwards, Modes
 from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within, same_keys
 
+#: What weight decay takes from a weight in four steps, with some room.
+DECAY = 2e-3
 _EVALUATION: Mapping[str, Any] = {"eval_data": "synthetic", "eval_every": 2, "eval_batches": 1}
 
 
@@ -65,7 +67,7 @@ def frozen(lab: Lab, ranks: int) -> None:
     equal_bitwise({k: after[k] for k in still}, {k: before[k] for k in still}, "frozen parameters")
     if lab.capabilities.exact:
         reference = lab.done(training(1, subject=False, model="kit-frozen"))
-        equal_within(after, reference.whole(4), TOLERANCE, "weights and optimizer state beside frozen parameters")
+        same_state(run, reference, 4)
 
 
 @check(
@@ -80,9 +82,11 @@ def unused(lab: Lab, ranks: int) -> None:
     run = lab.run(training(ranks, model="kit-unused"))
     if lab.plan(ranks).missing_gradients:
         before, after = lab.done(run.episode).whole(0), run.whole(4)
-        for key in before:
-            if key.startswith("model/") and torch.equal(before[key], after[key]) != ("idle" in key):
-                raise Mismatch("parameters that are used, and only those, to change", f"it is otherwise with '{key}'")
+        for key in (k for k in before if k.startswith("model/")):
+            if "idle" not in key and torch.equal(before[key], after[key]):
+                raise Mismatch("parameters that are used to be trained", f"'{key}' did not change")
+            if "idle" in key and not torch.allclose(after[key], before[key], rtol=DECAY, atol=0):
+                raise Mismatch("parameters that are not used to change by weight decay at most", f"'{key}' was trained")
         return
     failure = run.failure.kind if run.failure is not None else (run.result.get("failure") or {}).get("kind")
     if failure != "MissingGradient" or "idle" not in run.why():
@@ -98,7 +102,7 @@ def unused(lab: Lab, ranks: int) -> None:
 def tied(lab: Lab, ranks: int) -> None:
     """Compared with `single`; the state names it once."""
     run, reference = lab.done(sgd(ranks, tie_embeddings=True)), lab.done(sgd(1, subject=False, tie_embeddings=True))
-    equal_within(run.whole(2), reference.whole(2), TOLERANCE, "state with tied weights")
+    same_state(run, reference, 2)
 
 
 @check(
@@ -116,7 +120,7 @@ def tied_resume(lab: Lab, ranks: int) -> None:
         episode(ranks, states=(3,), until_step=3, steps=None, resume="latest", warmup_steps=0, **settings)
     )
     reference = lab.done(episode(1, subject=False, states=(3,), steps=3, tie_embeddings=True, adam_eps=1e-6))
-    equal_within(resumed.whole(3), reference.whole(3), TOLERANCE, "state after resuming tied weights")
+    same_state(resumed, reference, 3)
 
 
 @check(
@@ -129,7 +133,24 @@ def odd_dimensions(lab: Lab, ranks: int) -> None:
     """Model and optimizer state after four steps."""
     run, reference = lab.done(training(ranks, model="kit-odd")), lab.done(training(1, subject=False, model="kit-odd"))
     same_losses(run, reference, TOLERANCE)
-    equal_within(run.whole(4), reference.whole(4), 10 * TOLERANCE, "state of odd dimensions")
+    same_state(run, reference, 4)
+
+
+@check(
+    "models.scalar",
+    "A parameter without dimensions trains as in `single`, or all ranks end with a message that names it.",
+    mistake="a 0-d tensor has no dimension to shard along: keep it whole, or refuse it by name",
+    needs=("exact", "custom_models"),
+)
+def scalar(lab: Lab, ranks: int) -> None:
+    """See the title."""
+    run = lab.run(training(ranks, model="kit-scalar"))
+    if run.exit_reason != "done":
+        told = run.why()
+        if "'scale'" not in told or "Traceback" in told:
+            raise Mismatch("training, or a message that names 'scale'", told)
+        return
+    same_state(run, lab.done(training(1, subject=False, model="kit-scalar")), 4)
 
 
 @check(
@@ -149,6 +170,20 @@ def buffers(lab: Lab, ranks: int) -> None:
     equal_bitwise(_buffers(run.whole(0)), _buffers(start), "buffers before the first step")
     if torch.equal(run.whole(4)["model/running"], start["model/running"]):
         raise Mismatch("buffers that forward has changed", "'model/running' is as it was at the start")
+
+
+def same_state(run: Run, reference: Run, step: int) -> None:
+    """Weights within the tolerance of training, moments of the optimizer within ten times that.
+
+    Raises:
+        Mismatch: names the tensor that differs most.
+    """
+    seen, expected = run.whole(step), reference.whole(step)
+    same_keys(seen, expected, f"state after step {step}")
+    for kind, tolerance in (("model/", TOLERANCE), ("optim/", 10 * TOLERANCE)):
+        own, other = ({k: t for k, t in whole.items() if k.startswith(kind)} for whole in (seen, expected))
+        what = "weights" if kind == "model/" else "optimizer state"
+        equal_within(own, other, tolerance, f"{what} after step {step}")
 
 
 def _buffers(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
