@@ -79,11 +79,11 @@ def compare_trials(
     left, right = [sign * math.log(x) for x in a], [sign * math.log(x) for x in b]
     effect = statistics.fmean(right) - statistics.fmean(left)
     if min(n) < 2:
-        note = (
+        reason = (
             "one trial of a side tells nothing of its spread, and the steps of one run are not independent of each "
             "other; use --repeat 3 or more, or compare --run"
         )
-        return Comparison(math.exp(effect), None, None, UNDETERMINED, n, confidence, method, None, note)
+        return Comparison(math.exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
     error, degrees = _paired(left, right) if paired else _welch(left, right)
     half = quantile((1 + confidence) / 2, degrees) * error
     low, high = effect - half, effect + half

@@ -1,0 +1,222 @@
+"""Running a sweep's cells, and ``sweep.json``, which is whole after every cell."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from mtb_core import ConfigError, provenance, write_json
+from mtb_report.results import FIGURES, Record, metrics_of, read_record
+from mtb_report.training import Attempt, train
+
+from .analysis import EFFICIENCY, add_efficiency, add_errors, largest_that_fits
+from .plan import Cell, SweepPlan, group_of
+
+SCHEMA_VERSION = 1
+FILE = "sweep.json"
+
+
+@attrs.frozen
+class Progress:
+    """Said before and after each cell.
+
+    Attributes:
+        row: the cell's row; None before it was run.
+        left_s: how long the rest will take, by the median of those that were run now; None before there is one.
+    """
+
+    number: int
+    of: int
+    cell: Cell
+    row: dict[str, Any] | None
+    left_s: float | None
+
+
+def run_sweep(
+    plan: SweepPlan,
+    folder: Path,
+    *,
+    argv: Sequence[str],
+    retry: bool = False,
+    formal: bool = False,
+    on_progress: Callable[[Progress], None] = lambda _progress: None,
+) -> dict[str, Any]:
+    """Run the cells of `plan` that `folder` does not have yet, and return the document, which is in `folder` too.
+
+    With `retry`, cells that did not succeed are run again.
+
+    Raises:
+        ConfigError: the folder holds another sweep.
+        KeyboardInterrupt: Ctrl-C; what was run is recorded, and the same call goes on.
+    """
+    rows = _recorded(plan, folder, retry=retry)
+    seconds: list[float] = []
+    order = plan.in_order()
+    for number, cell in enumerate(order, 1):
+        if cell.id in rows:
+            continue
+        left = sum(other.id not in rows for other in order)
+        on_progress(Progress(number, len(order), cell, None, _left(seconds, left)))
+        rows[cell.id] = _beyond(plan, cell, rows) or _run(plan, cell, folder)
+        if rows[cell.id]["seconds"] is not None:
+            seconds.append(rows[cell.id]["seconds"])
+        write_json(folder / FILE, _document(plan, folder, rows, argv, formal=formal))
+        on_progress(Progress(number, len(order), cell, rows[cell.id], _left(seconds, left - 1)))
+    document = _document(plan, folder, rows, argv, formal=formal)
+    write_json(folder / FILE, document)
+    return document
+
+
+def _left(seconds: Sequence[float], cells: int) -> float | None:
+    return statistics.median(seconds) * cells if seconds else None
+
+
+def _recorded(plan: SweepPlan, folder: Path, *, retry: bool) -> dict[str, dict[str, Any]]:
+    """Rows of earlier calls that still hold, by cell."""
+    file = folder / FILE
+    if not file.exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty and holds no sweep; name another folder.")
+        return {}
+    record = read_record(file)
+    if record.kind != "sweep" or record.get("name") != plan.name or record.get("size") != plan.size:
+        raise ConfigError(
+            f"{folder} holds the sweep {record.get('name')!r} in size {record.get('size')!r}, not {plan.name!r} in size "
+            f"{plan.size!r}; name another folder."
+        )
+    wanted = {cell.id for cell in plan.cells}
+    kept = ("success",) if retry else ("success", "partial", "oom", "timeout", "failed", "failed_parse")
+    rows = {row["id"]: dict(row) for row in record.rows if row["id"] in wanted and row["status"] in kept}
+    return {name: row for name, row in rows.items() if _still_there(folder, row)}
+
+
+def _still_there(folder: Path, row: dict[str, Any]) -> bool:
+    """Whether the result that a row tells of is there and unchanged."""
+    if row["result"] is None:
+        return True
+    try:
+        digest: str = row["result_digest"]
+        return read_record(folder / row["result"]).digest == digest
+    except ConfigError:
+        return False
+
+
+def _beyond(plan: SweepPlan, cell: Cell, rows: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The row of a cell that is not tried, because a smaller one did not fit."""
+    if plan.largest is None:
+        return None
+    group = group_of(cell.labels, plan.largest)
+    smaller = [
+        row["labels"][plan.largest]
+        for row in rows.values()
+        if row["status"] == "oom" and group_of(row["labels"], plan.largest) == group
+    ]
+    if not smaller or cell.labels[plan.largest] < min(smaller):
+        return None
+    row = _empty_row(cell)
+    row["reason"] = f"not tried: {plan.largest} = {min(smaller)} ran out of memory"
+    return row
+
+
+def _empty_row(cell: Cell) -> dict[str, Any]:
+    return {
+        "id": cell.id,
+        "labels": dict(cell.labels),
+        "settings": dict(cell.settings),
+        "status": None,
+        "failure_type": None,
+        "reason": None,
+        "exit_code": None,
+        "command": None,
+        "log": None,
+        "log_digest": None,
+        "seconds": None,
+        "result": None,
+        "result_digest": None,
+        "performance_valid": None,
+        "performance_invalid_reasons": [],
+        "trials": 0,
+        "figures": {},
+        "summary": {},
+    }
+
+
+def _run(plan: SweepPlan, cell: Cell, folder: Path) -> dict[str, Any]:
+    place = folder / "cells" / cell.id
+    if place.exists():
+        shutil.rmtree(place)  # of an attempt that was interrupted, or is to be made again
+    return row_of(cell, train(place, cell.settings, timeout_s=plan.timeout_s))
+
+
+def row_of(cell: Cell, attempt: Attempt) -> dict[str, Any]:
+    """The row of a cell that was run; a cell without a result has no figures, not zeros."""
+    row = _empty_row(cell)
+    row.update({k: v for k, v in attrs.asdict(attempt, recurse=False).items() if k in row and k != "result"})
+    row["log"] = f"cells/{cell.id}/log.txt"
+    record = attempt.result
+    if record is not None:
+        row["result"] = f"cells/{cell.id}/run/result.json"
+        row["result_digest"] = record.digest
+        row["performance_valid"] = record.performance_valid
+        row["performance_invalid_reasons"] = list(record.performance_invalid_reasons)
+        row["trials"] = len(record.trials)
+        row["figures"] = _figures(record)
+        row["summary"] = {name: dict(spread) for name, spread in record.summary.items()}
+    return row
+
+
+def _figures(record: Record) -> dict[str, Any]:
+    names = (*FIGURES, "parameters", "world_size", "global_batch_size", "memory_kind")
+    return {name: record.get(name) for name in names}
+
+
+def _document(
+    plan: SweepPlan,
+    folder: Path,
+    rows: dict[str, dict[str, Any]],
+    argv: Sequence[str],
+    *,
+    formal: bool,
+) -> dict[str, Any]:
+    cells = [dict(rows.get(cell.id) or _empty_row(cell)) for cell in plan.cells]
+    out: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": "sweep",
+        "name": plan.name,
+        "about": plan.about,
+        "size": plan.size,
+        "formal": formal,
+        "seed": plan.seed,
+        "order": [cell.id for cell in plan.in_order()],
+        "timeout_s": plan.timeout_s,
+        "scaling": plan.scaling,
+        "efficiency_definition": None if plan.scaling is None else EFFICIENCY[plan.scaling],
+        "error_against": plan.error_against,
+        "counts": {},
+        "execution_complete": all(cell.id in rows for cell in plan.cells),
+        "provenance": provenance(argv),
+        "cells": cells,
+    }
+    for row in cells:
+        out["counts"][row["status"] or "not_run"] = out["counts"].get(row["status"] or "not_run", 0) + 1
+    if plan.scaling is not None:
+        add_efficiency(cells, plan.scaling)
+    if plan.error_against is not None:
+        add_errors(cells, plan.error_against, _metrics(folder, cells))
+    if plan.largest is not None:
+        out["largest_that_fits"] = largest_that_fits(cells, plan.largest)
+    return out
+
+
+def _metrics(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rank 0's lines of each cell's first trial."""
+    return {
+        row["id"]: metrics_of(read_record(folder / row["result"])).get(0, [])
+        for row in rows
+        if row["result"] is not None and (folder / row["result"]).exists()
+    }
