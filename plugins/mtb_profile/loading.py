@@ -231,7 +231,7 @@ class _Collector:
             work = self._device_table()
             collectives = self._device_collectives()
         else:
-            work, collectives = self._host_work(world_size)
+            work, collectives = self._host_work(_group_size(info, world_size))
         trace = RankTrace(
             path=path,
             rank=_rank(info, path, position),
@@ -268,7 +268,7 @@ class _Collector:
             out.append(_collective(kernel, args, kinds.collective_operation(name), launch, None))
         return out
 
-    def _host_work(self, world_size: int | None) -> tuple[Table, list[Collective]]:
+    def _host_work(self, group_size: int | None) -> tuple[Table, list[Collective]]:
         """CPU operators that compute, those on gloo's own threads left out: they are part of its collectives."""
         table = _table(self.operators, np.array(self.operators.key, dtype=np.int64))
         gloo = np.array(sorted({c.thread for c in self.gloo}), dtype=np.int32)
@@ -277,7 +277,7 @@ class _Collector:
         for item in self.gloo:
             operation = kinds.gloo_operation(item.name)
             assert operation is not None
-            collectives.append(_collective(item, item.args, operation, item.start, world_size))
+            collectives.append(_collective(item, item.args, operation, item.start, group_size))
         return work, collectives
 
 
@@ -361,6 +361,16 @@ def _rank(info: dict[str, Any], path: Path, position: int) -> int:
         return rank
     found = re.search(r"rank[-_]?(\d+)", path.name)
     return int(found[1]) if found else position
+
+
+def _group_size(info: dict[str, Any], world_size: int | None) -> int | None:
+    """How many ranks take part in a collective of gloo, whose ranges do not name their group; None: it depends."""
+    groups = info.get("pg_config")
+    listed = [g.get("pg_size") for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
+    sizes = {size for size in listed if isinstance(size, int) and size > 1}
+    if len(sizes) > 1:
+        return None
+    return sizes.pop() if sizes else world_size
 
 
 def _device_name(head: dict[str, Any]) -> str | None:

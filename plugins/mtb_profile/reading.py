@@ -10,6 +10,7 @@ Times are decoded as decimals: ``1682725898236567.123`` µs has more digits than
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ _HEAD_LIMIT_BYTES = 64 << 20
 _CUTS_TRIED = 32
 
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_NOT_SPACE = re.compile(rb"\S")
 _SPACE = b" \t\r\n"
+_JSON = json.JSONDecoder()
 
 
 class Args(msgspec.Struct, gc=False):
@@ -105,10 +106,7 @@ class TraceFile:
             ended = not more
             if ended:
                 break
-            try:
-                found = _decode_front(buffer, self.decoder)
-            except msgspec.ValidationError as error:
-                raise self._damaged(f"{error}, in what ends before byte {read}") from error
+            found = self._front(buffer, read)
             if found is None:
                 wanted = 2 * len(buffer)
                 if wanted > _EVENT_LIMIT_BYTES:
@@ -116,6 +114,10 @@ class TraceFile:
                 continue
             events, buffer = found
             wanted = CHUNK_BYTES
+            yield events
+        front = self._front(buffer, read)
+        if front is not None:  # what is left for the slower parser is the last event and what follows
+            events, buffer = front
             yield events
         yield self._last(buffer, read)
 
@@ -139,28 +141,31 @@ class TraceFile:
                 )
             buffer += more
 
+    def _front(self, buffer: bytes, read: int) -> tuple[list[Any], bytes] | None:
+        try:
+            return _decode_front(buffer, self.decoder)
+        except msgspec.ValidationError as error:
+            raise self._damaged(f"{error}, in what ends before byte {read}") from error
+
     def _last(self, buffer: bytes, read: int) -> list[Any]:
         """The events at the end, and the keys behind them."""
-        end = len(buffer)
-        for _ in range(_CUTS_TRIED):  # the array's own bracket is one of the last: behind it stand a few keys
-            end = _last_closing(buffer, end)
-            if end < 0:
-                break
-            tail = buffer[end + 1 :].strip(_SPACE)
-            rest = _object(b'{"traceEvents":0' + tail) if tail else {}
-            if rest is None:
-                continue
-            try:
-                events = self.decoder.decode(b"[" + buffer[:end] + b"]")
-            except msgspec.DecodeError:
-                continue
-            rest.pop("traceEvents", None)
-            self.head.update(rest)
-            return events
-        try:  # a bare array may lack its end: the program that wrote it was perhaps killed
-            return self.decoder.decode(b"[" + buffer.rstrip(_SPACE + b",") + b"]")
+        text = "[" + buffer.decode("utf-8", errors="surrogateescape")
+        try:
+            _, end = _JSON.raw_decode(text)
+            tail = text[end:].strip()
+            rest = _object(f'{{"traceEvents":0{tail}'.encode()) if tail else {}
+        except ValueError:
+            # A bare array may lack its end: the program that wrote it was perhaps killed.
+            text, end, rest = text.rstrip().rstrip(",") + "]", len(text) + 1, {}
+        try:
+            events = self.decoder.decode(text[:end].encode("utf-8", errors="surrogateescape"))
         except msgspec.DecodeError as error:
             raise self._damaged(f"{error}, in what begins at byte {read - len(buffer)}") from error
+        if rest is None:
+            raise self._damaged("what stands behind its events is no JSON")
+        rest.pop("traceEvents", None)
+        self.head.update(rest)
+        return events
 
     def _damaged(self, what: str) -> ConfigError:
         return ConfigError(
@@ -199,15 +204,6 @@ def _back_over_space(buffer: bytes, position: int) -> int:
     position -= 1
     while position >= 0 and buffer[position] in _SPACE:
         position -= 1
-    return position
-
-
-def _last_closing(buffer: bytes, position: int) -> int:
-    """Index of the last ``]`` before `position` behind which the array's object could go on or end; -1: none."""
-    while (position := buffer.rfind(b"]", 0, position)) >= 0:
-        after = _NOT_SPACE.search(buffer, position + 1)
-        if after is None or after[0] in b",}":
-            break
     return position
 
 

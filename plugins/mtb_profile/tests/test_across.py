@@ -10,6 +10,7 @@ from mtb_core import ConfigError
 from mtb_profile.across import align_clocks, match
 from mtb_profile.analysis import analyze
 from mtb_profile.loading import load_trace
+from mtb_profile.stragglers import find_stragglers
 from mtb_profile.verdict import judge
 from mtb_profile.windows import look
 
@@ -62,6 +63,40 @@ def test_no_straggler_among_equals(tracing, tmp_path):
     found = analyze(two_ranks(tracing, tmp_path))
     assert found.stragglers == []
     assert judge(found).bound == "compute-bound"
+
+
+def test_a_straggler_is_constant_and_matters():
+    """Compared with the median of the others, in most steps, by a twentieth of the step at least; else it is none."""
+
+    def find(*own):
+        ranks = {r: dict(enumerate(steps)) for r, steps in enumerate(own)}
+        times = {r: {s: {"forward": t} for s, t in steps.items()} for r, steps in ranks.items()}
+        length = {r: dict.fromkeys(steps, 100) for r, steps in ranks.items()}
+        return [(s.rank, s.excess, s.slower) for s in find_stragglers(times, ranks, length)]
+
+    fast = [50, 50, 50, 50]
+    assert find(fast, fast, [60, 60, 60, 60]) == [(2, 10, 4)]
+    assert find([20] * 4, fast, [80] * 4, [60] * 4) == [(2, 30, 4), (3, 10, 4)]
+    assert find(fast, fast, [54, 54, 54, 54]) == []
+    assert find(fast, fast, [60, 60, 40, 40]) == []
+    assert find(fast, fast, [50, 50, 50, 990]) == []
+    assert find(fast) == []
+
+
+def test_waiting_inside_a_phase_is_not_the_phase(tracing, tmp_path):
+    """A rank that waits in a collective inside backward, as hooks of FSDP do, has no longer backward for that."""
+    paths = []
+    for rank, (compute, wait) in enumerate([(30.0, 60.0), (30.0, 60.0), (80.0, 10.0)]):
+        t = tracing.Trace(rank, world_size=3)
+        for number in range(3):
+            at = number * 100.0
+            t.step(number, at, 95).mark("backward", at, 95)
+            t.op("aten::mm", at, compute).gloo("reduce_scatter", at + compute, wait)
+        paths.append(t.write(tmp_path / f"rank_{rank}.json"))
+    found = analyze(paths)
+    assert [r.own[0] for r in found.ranks] == [{"backward": n, "other": 0} for n in (35_000, 35_000, 85_000)]
+    (straggler,) = found.stragglers
+    assert (straggler.rank, straggler.excess, straggler.compute_excess) == (2, 50_000, 50_000)
 
 
 def test_stragglers_are_not_known_by_communication(tracing, tmp_path):

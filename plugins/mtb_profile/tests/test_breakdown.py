@@ -127,3 +127,13 @@ def test_metadata_of_an_operator(tracing, tmp_path):
     first, second = load_trace(t.write(tmp_path / "t.json")).collectives
     assert (first.operation, first.message_bytes, first.group_size) == ("all_gather", 20, 2)
     assert (second.operation, second.message_bytes) == ("all_to_all", None)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((2,), 2), ((4, 4, 1), 4), ((4, 2), None), ((), 4)])
+def test_group_of_a_gloo_range(tracing, tmp_path, sizes, expected):
+    """Ranges of gloo do not name their group: its size is known where all groups have the same."""
+    t = tracing.Trace()
+    t.head["distributedInfo"] |= {"world_size": 4, "pg_config": [{"pg_size": size} for size in sizes]}
+    t.op("aten::mm", 0, 5).gloo("all_gather", 0, 5, elements=10)
+    (collective,) = load_trace(t.write(tmp_path / "t.json")).collectives
+    assert (collective.group_size, collective.message_bytes) == (expected, None if expected is None else 40 * expected)

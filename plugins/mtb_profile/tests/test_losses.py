@@ -71,6 +71,19 @@ def test_each_in_its_place(tracing, tmp_path):
     assert in_data == pytest.approx({**even, "straggler": 0.040})
 
 
+def test_copies_are_in_kernel_efficiency(tracing, tmp_path):
+    """Copying that nothing hides is device work beyond the ideal, and still the sum is the step."""
+    t = tracing.Trace(world_size=1)
+    for number in range(2):
+        at = number * 100
+        t.step(number, at, 100).kernel("gemm", at, 60, launch=at)
+        t.kernel("Memcpy", at + 60, 40, launch=at + 1, cat="gpu_memcpy")
+    found = find_losses(analyze([t.write(tmp_path / "t.json")]), Work(50e3, 1e9, 1, recomputes=False))
+    assert found.ideal_ms == pytest.approx(0.050)
+    assert values(found)["kernel_efficiency"] == pytest.approx(0.050)
+    assert found.ideal_ms + sum(values(found).values()) == pytest.approx(found.measured_ms)
+
+
 def test_unknown_is_not_nothing(tracing, tmp_path):
     """Without FLOPs or peak there is no ideal step, and kernel efficiency is unknown, not 0; the notes say so."""
     found = find_losses(analyze(traces(tracing, tmp_path)), Work())

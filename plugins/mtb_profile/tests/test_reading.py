@@ -39,6 +39,18 @@ def test_any_chunk_size(tmp_path, monkeypatch, chunk, indent):
     assert file.head == {"note": '"traceEvents": [{"ph": 1}]', "after": {"k": [1, 2]}, "last": "]}"}
 
 
+def test_much_behind_the_events(tmp_path, monkeypatch):
+    """What follows the events may be as long and as nested as it likes."""
+    after = [[{"a": [n, {"b": []}]}, {"c": "]}"}] for n in range(500)]
+    for chunk in (64, 1 << 20):
+        monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps(content(NASTY * 9, after=after)))
+        file = TraceFile(path)
+        assert sum(map(len, file.batches())) == 36
+        assert file.head["after"] == after
+
+
 def test_memory_is_that_of_a_chunk(tmp_path, monkeypatch):
     """No batch holds more than a chunk of events."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
