@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import mtb_core
+from mtb_core.cli import main
 from mtb_core.cli.doctor import doctor
 from mtb_core.measure.environment import environment, provenance
 
@@ -57,3 +58,14 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert set(result["runtime"]) == described("runtime")
     line = (tmp_path / "run" / "metrics" / "rank_00000.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert set(json.loads(line)) == described("Metrics lines")
+
+
+@pytest.mark.timeout(120)
+def test_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key of the conformance kit's certificate and of its entries."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    output = tmp_path / "certificate.json"
+    assert main(["plugins", "check", "single", "--only", "discovery.plan", "--quiet", "--output", str(output)]) == 0
+    document = json.loads(output.read_text(encoding="utf-8"))
+    assert described("mtb plugins check --json") == set(document)
+    assert described("An entry of `checks`") == set(document["checks"][0])
