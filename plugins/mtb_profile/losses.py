@@ -181,12 +181,13 @@ def _loss(name: str, ms: float | None, measured: float, ideal: float | None) -> 
 def _notes(analysis: Analysis, work: Work, computing: float, ideal: float | None) -> list[str]:
     notes = []
     if ideal is None:
-        missing = [
-            n for n, v in (("FLOPs of a step", work.flops_per_step), ("peak of a device", work.peak_flops)) if v is None
-        ]
+        known = {
+            "FLOPs of a step (--flops-per-step)": work.flops_per_step,
+            "peak of a device (--peak-tflops)": work.peak_flops,
+        }
+        missing = " and the ".join(name for name, value in known.items() if value is None)
         notes.append(
-            f"The {' and the '.join(missing)} are not known (--flops-per-step, --peak-tflops): ideal step and kernel "
-            f"efficiency are one figure, {computing:.3f} ms."
+            f"Not known: the {missing}. Ideal step and kernel efficiency are therefore one figure, {computing:.3f} ms."
         )
     elif ideal > computing:
         notes.append(

@@ -148,7 +148,7 @@ def _stragglers(analysis: Analysis) -> Table:
     )
     for s in analysis.stragglers:
         table.add_row(
-            str(s.rank), s.phase, _ms(s.phase_excess), _ms(s.excess), _ms(s.compute_excess), f"{s.share:.0%}",
+            str(s.rank), s.phase, _ms(s.phase_excess), _ms(s.excess), _ms(max(s.compute_excess, 0.0)), f"{s.share:.0%}",
             f"{s.slower} of {s.steps} steps",
         )  # fmt: skip
     return table

@@ -97,7 +97,7 @@ def judge(analysis: Analysis) -> Verdict:
     found = shares(analysis)
     if found is None or found.compute == 0:
         return _verdict("undetermined", "No computation is seen in the window, so nothing can be said.", [])
-    evidence = [*_share_evidence(found), *_rank_evidence(analysis)]
+    evidence = [*_share_evidence(found, analysis), *_rank_evidence(analysis)]
     worst = analysis.stragglers[0] if analysis.stragglers else None
     losses: dict[Bound, float] = {
         "communication-bound": found.transfer + (0.0 if worst else found.waiting),
@@ -141,13 +141,23 @@ def _phase(name: str) -> str:
     return "time that no phase is named for" if name == "other" else f"'{name}'"
 
 
-def _share_evidence(s: Shares) -> list[str]:
+def _share_evidence(s: Shares, analysis: Analysis) -> list[str]:
     text = (
         f"Of the time, {s.compute:.1%} is computation, {s.transfer:.1%} exposed communication, {s.waiting:.1%} waiting in "
         f"communication for other ranks, {s.memory:.1%} copying, {s.data:.1%} waiting for data, {s.host:.1%} idle otherwise "
         "(means over ranks)."
     )
-    return [text]
+    out = [text]
+    communication = sum(r.times.communication for r in analysis.ranks)
+    if communication:
+        hidden = sum(r.times.overlapped for r in analysis.ranks) / communication
+        out.append(f"Computation hides {hidden:.0%} of the communication.")
+    if s.waiting > NORMAL_WAIT and not analysis.stragglers:
+        out.append(
+            f"Ranks wait for each other for {s.waiting:.1%} of the time (normal: below {NORMAL_WAIT:.0%}), but no rank is "
+            "the slow one in most steps: they are disturbed in turn, by other programs perhaps."
+        )
+    return out
 
 
 def _rank_evidence(analysis: Analysis) -> list[str]:
@@ -174,7 +184,7 @@ def _straggler_evidence(s: Straggler) -> str:
     return (
         f"Rank {s.rank} was slower than the median of the others in {s.slower} of {s.steps} steps, by "
         f"{s.excess / 1e6:.1f} ms in the median; {s.phase_excess / 1e6:.1f} ms of it in {_phase(s.phase)}, and "
-        f"{s.compute_excess / 1e6:.1f} ms of it computing."
+        f"{max(s.compute_excess, 0.0) / 1e6:.1f} ms of it computing."
     )
 
 

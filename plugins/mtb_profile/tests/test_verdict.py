@@ -72,3 +72,18 @@ def test_shares_sum_to_one(tracing, tmp_path):
     """All of the time is accounted for once."""
     s = shares(one(tracing, tmp_path, gemm=300, wait=200, reduce=100))
     assert sum((s.compute, s.transfer, s.waiting, s.memory, s.data, s.host)) == pytest.approx(1)
+
+
+def test_waiting_in_turn(tracing, tmp_path):
+    """Ranks that wait for each other without one being the slow one are said to be disturbed in turn."""
+    first, second, at = tracing.Trace(0), tracing.Trace(1), 0.0
+    for number in range(4):
+        slow, other = (first, second) if number % 2 else (second, first)
+        tracing.host_step(other, number, at, late=40.0)
+        at = tracing.host_step(slow, number, at, sleep=40.0) + 5
+    paths = [t.write(tmp_path / f"rank_{r}.json") for r, t in enumerate((first, second))]
+    analysis = analyze(paths)
+    assert analysis.stragglers == []
+    evidence = " ".join(judge(analysis).evidence)
+    assert "disturbed in turn" in evidence
+    assert "Computation hides 0% of the communication." in evidence
