@@ -1,10 +1,13 @@
-"""A report for the terminal, by rich: every table in full, in the width there is."""
+"""A report for the terminal, by rich: every table in full; one that is too wide is shown in pieces."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+import attrs
 
 from .blocks import Block, Cell, Listing, Report, Table, Text
 
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
 
 #: Width where stdout is no terminal and ``COLUMNS`` does not say.
 PIPE_WIDTH = 160
+#: Texts longer than this are folded rather than given a wider column.
+_FOLDED = 44
+#: Characters that rich puts around the text of a column.
+_PADDING = 3
 _STYLES = {"": "", "good": "green", "bad": "bold red", "warn": "yellow", "muted": "dim"}
 
 
@@ -47,9 +54,34 @@ def _print(console: Console, block: Block) -> None:
         for item in block.items:
             console.print(RichText(f"• {item}"))
     elif isinstance(block, Table):
-        console.print(_table(block))
+        for piece in _pieces(block, console.width):
+            console.print(_table(piece))
         for note in block.notes:
             console.print(Padding(RichText(note, style="dim italic"), (0, 2, 0, 2)))
+
+
+def _pieces(table: Table, width: int) -> Iterator[Table]:
+    """`table` in pieces that are no wider than `width`, each with the first column, so that no word is broken.
+
+    A column counts with its longest text, up to `_FOLDED` characters, at which longer ones are folded.
+    """
+    sizes = [
+        max(len(text) for text in (column.title, *(row[index].text[:_FOLDED] for row in table.rows)))
+        for index, column in enumerate(table.columns)
+    ]
+    chosen: list[list[int]] = [[0]]
+    for index in range(1, len(sizes)):
+        taken = sum(sizes[i] + _PADDING for i in (*chosen[-1], index))
+        if taken > width and len(chosen[-1]) > 1:
+            chosen.append([0])
+        chosen[-1].append(index)
+    for number, indices in enumerate(chosen):
+        yield attrs.evolve(
+            table,
+            caption=table.caption if number == 0 else f"{table.caption} (continued)",
+            columns=[table.columns[i] for i in indices],
+            rows=[[row[i] for i in indices] for row in table.rows],
+        )
 
 
 def _table(table: Table) -> RichTable:

@@ -11,6 +11,7 @@ from mtb_report.report.cells import plural
 from mtb_report.report.naming import Named
 from mtb_report.results import Record
 
+_DOES_NOT_APPLY = object()
 _PERFORMANCE_KINDS = ("training", "memory_pressure", "communication", "moe_routing", "megatron", "profile")
 
 
@@ -19,20 +20,25 @@ def _cuda(record: Record) -> dict[str, Any]:
     return found
 
 
+def _between_ranks(record: Record, name: str) -> Any:
+    """What one rank has none of."""
+    return _DOES_NOT_APPLY if record.get("world_size") == 1 else record.get(name)
+
+
 #: What must be alike for times to mean the same, and how it is found.
 _ASPECTS: tuple[tuple[str, Callable[[Record], Any]], ...] = (
     ("device", lambda r: r.get("device_name") or r.environment.get("cpu_model") or r.get("device")),
     ("torch", lambda r: r.environment.get("torch")),
     ("NCCL", lambda r: _cuda(r).get("nccl")),
     ("driver", lambda r: _cuda(r).get("driver")),
-    ("backend", lambda r: r.get("backend")),
+    ("backend", lambda r: _between_ranks(r, "backend")),
     ("revision", lambda r: (r.provenance.get("git_revision") or "")[:12] or None),
 )
 _OF_TRAINING: tuple[tuple[str, Callable[[Record], Any]], ...] = (
     ("parameters", lambda r: r.get("parameters")),
     ("sequence length", lambda r: scaling.setting(r, "seq_length")),
     ("precision", lambda r: r.get("precision")),
-    ("reduce dtype", lambda r: r.get("reduce_dtype")),
+    ("reduce dtype", lambda r: _between_ranks(r, "reduce_dtype")),
     ("measured steps", lambda r: r.get("steps")),
     ("recomputation", lambda r: r.get("activation_checkpointing")),
 )
@@ -45,7 +51,7 @@ def section(rows: Sequence[Named]) -> Section | None:
     found = [*_differences(measured), *_gaps(measured)]
     if found:
         blocks += [
-            Text("Rows of one table are comparable only where these agree. Set them side by side with care:"),
+            Text("Before rows of one table are set side by side:"),
             Listing(found),
         ]
     invalid = [row for row in rows if row.record.performance_valid is False]
@@ -65,6 +71,8 @@ def _of(rows: Sequence[Named], aspects: Sequence[tuple[str, Callable[[Record], A
         counts: dict[str, int] = {}
         for row in rows:
             value = of(row.record)
+            if value is _DOES_NOT_APPLY:
+                continue
             shown = "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
             counts[shown] = counts.get(shown, 0) + 1
         if len(counts) > 1:

@@ -1,0 +1,280 @@
+"""Sections of a report: every kind of result has its own, and no row is lost or dressed up."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtb_report.report.blocks import Plot, Report, Section, Table
+from mtb_report.report.build import build
+from mtb_report.report.markdown import markdown
+from mtb_report.report.terminal import terminal
+from mtb_report.results import find_records
+
+SAMPLES = Path(__file__).parent / "test_report_samples"
+SNAPSHOT = ("single-w1", "ddp-w2", "busy-w2", "nan-w2")
+
+
+def report(*names: str) -> Report:
+    return build(find_records([SAMPLES / name for name in names]), "Samples")
+
+
+def section(made: Report, name: str) -> Section:
+    return next(s for s in made.sections if s.name == name)
+
+
+def table(made: Report, name: str, caption: str) -> Table:
+    return next(b for b in section(made, name).blocks if isinstance(b, Table) and b.caption == caption)
+
+
+def column(made: Report, name: str, caption: str, title: str) -> list[str]:
+    found = table(made, name, caption)
+    index = [c.title for c in found.columns].index(title)
+    return [row[index].text for row in found.rows]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("older/ddp_1.json", "training"),
+        ("older/communication.json", "communication"),
+        ("older/moe_routing.json", "moe"),
+        ("older/tensor_parallel.json", "tensor-parallel"),
+        ("older/tensor_parallel_mlp.json", "tensor-parallel"),
+        ("older/sequence_parallel.json", "tensor-parallel"),
+        ("older/checkpoint_verification.json", "verification"),
+        ("older/fault_tolerance.json", "failures"),
+        ("older/small_ddp_8gpu.json", "pressure"),
+        ("older/megatron/records/tp1_pp2.json", "megatron"),
+        ("older/megatron/manifest.json", "megatron"),
+        ("newer/ddp-w2", "training"),
+        ("newer/comm.json", "communication"),
+        ("newer/moe.json", "moe"),
+        ("newer/trace.json", "profile"),
+        ("newer/conformance.json", "conformance"),
+    ],
+)
+def test_every_kind_has_its_section(file: str, name: str) -> None:
+    """A result alone makes its own section, which names it, and its environment."""
+    made = report(file)
+    names = {s.name for s in made.sections}
+    assert {name, "environment"} <= names
+    assert "files" not in names
+    assert any(isinstance(block, Table) and block.rows for block in section(made, name).blocks)
+
+
+def test_an_unknown_kind_is_listed() -> None:
+    """A result of a kind without a section is named at the end with the reason."""
+    found = find_records([SAMPLES / "newer/comm.json"])
+    raw = {**found.records[0].raw, "benchmark": "plan"}
+    made = build(type(found)([_record(raw)], []), "x")
+    assert column(made, "files", "1 file without a section", "Why") == ["kind 'plan' has no section"]
+
+
+def _record(raw: dict[str, Any]) -> Any:
+    from mtb_report.results import record_of
+
+    return record_of(raw, path=Path("/x/plan.json"), digest="")
+
+
+def test_invalid_measurements_have_dashes_and_a_reason() -> None:
+    """A row that is not valid has - in every column of performance, keeps its loss, and its reason is listed."""
+    made = report("newer/busy-w2", "newer/ddp-w2")
+    caption = "Throughput and scaling"
+    for title in ("Tokens/s", "per rank", "Step ms", "Efficiency", "Memory MiB"):
+        assert column(made, "training", caption, title)[0] == "-"
+        assert column(made, "training", caption, title)[1] != "-"
+    assert column(made, "training", caption, "Loss")[0] == "5.2000"
+    for title in ("Data", "Forward and backward", "Optimizer", "Whole step", "Checkpoint pause"):
+        assert column(made, "training", "Where a step's time goes", title)[0] == "-"
+    assert column(made, "comparability", "Not valid as measurements of performance", "Reasons") == [
+        "load average 9.1 on 2 cores"
+    ]
+
+
+def test_the_figures_of_an_invalid_run_are_nowhere() -> None:
+    """No renderer shows 777 tokens/s or 251.5 MiB of the run that is not valid."""
+    made = report("newer/busy-w2", "newer/ddp-w2", "newer/single-w1")
+    for text in (markdown(made), terminal(made, 200)):
+        assert "777" not in text
+        assert "251.5" not in text
+
+
+def test_megatron_rows_without_validity_are_dashes() -> None:
+    """A compatibility run shows what it was, not how fast."""
+    made = report("older/megatron/records/tp1_pp2.json")
+    for title in ("Tokens/s", "Step ms", "Memory MiB"):
+        assert column(made, "megatron", "Configurations", title) == ["-"]
+    assert column(made, "megatron", "Configurations", "Status") == ["success"]
+
+
+def test_rows_that_ran_out_of_memory_are_kept() -> None:
+    """An OOM row stands in its tier, with the failure and unknown figures; the plot says that one is missing."""
+    made = report("older/small_ddp_8gpu.json", "older/stress_ddp_8gpu.json")
+    assert column(made, "pressure", "Tier stress", "Status") == ["oom"]
+    assert column(made, "pressure", "Tier stress", "Memory MiB") == ["unknown"]
+    assert column(made, "pressure", "Tier stress", "Failure") == ["cuda_oom: CUDA out of memory"]
+    plot = next(b for b in section(made, "pressure").blocks if isinstance(b, Plot))
+    assert "1 of 2 runs have no figure" in plot.text
+
+
+def test_rows_without_a_number_do_not_disturb_the_order(tmp_path: Path) -> None:
+    """Runs are in the order of ranks; null and nan neither vanish nor move the others."""
+    raw = json.loads((SAMPLES / "newer/ddp-w2/result.json").read_text())
+    for name, ranks, loss in (("a", 8, 5.0), ("b", 2, None), ("c", 4, 5.1), ("d", 1, 5.2)):
+        flag = {"loss_nonfinite": "nan"} if loss is None else {}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**raw, "world_size": ranks, "loss": loss, **flag}))
+    made = build(find_records([tmp_path]), "x")
+    assert column(made, "training", "Throughput and scaling", "Ranks") == ["1", "2", "4", "8"]
+    assert column(made, "training", "Throughput and scaling", "Loss") == ["5.2000", "nan", "5.1000", "5.0000"]
+
+
+def test_efficiency_names_its_definition() -> None:
+    """Each efficiency says whether it is strong or weak, and the definition stands below the table."""
+    made = report("newer/single-w1", "newer/ddp-w2", "older/ddp_1.json", "older/ddp_2.json")
+    assert column(made, "training", "Throughput and scaling", "Efficiency") == [
+        "100.0%",
+        "80.0% strong",
+        "100.0%",
+        "88.9% weak",
+    ]
+    assert any("T1 / (n · Tn)" in note for note in table(made, "training", "Throughput and scaling").notes)
+
+
+def test_confidence_is_shown_where_there_are_trials() -> None:
+    """± is half the interval; an older file's is computed from its trials; a single trial has none."""
+    made = report("older/ddp_2.json", "older/zero3_2.json", "newer/ddp-w2")
+    shown = column(made, "training", "Throughput and scaling", "Tokens/s")
+    assert shown == ["72,000 ± 2,484", "20,000", "1,600 ± 40"]
+    assert column(made, "trials", "Spread over trials", "n") == ["3"] * 5
+
+
+def test_savings_against_ddp() -> None:
+    """FSDP's memory and time are set against DDP's, which is named."""
+    made = report("older/ddp_2.json", "older/fsdp_2.json", "older/zero3_2.json")
+    caption = "Sharding against DDP"
+    assert column(made, "sharding", caption, "Memory saved") == ["40.0%", "-80.0%"]
+    assert column(made, "sharding", caption, "DDP run") == ["ddp ×2", "ddp ×2"]
+
+
+def test_differences_between_rows_are_warned_of() -> None:
+    """What keeps rows from being compared is listed with how many have what."""
+    made = report("older", "newer")
+    said = markdown(Report("x", [], [section(made, "comparability")]))
+    assert "Results differ in torch: 2.10.0+cu130" in said
+    assert "Training runs differ in parameters: " in said
+    assert "do not say whether the measurement was valid" in said
+    assert "made from a working tree with changes" in said
+
+
+def test_one_set_of_like_rows_is_not_warned_of() -> None:
+    """Runs that agree in all that counts give no warning of differences."""
+    made = report("newer/ddp-w2", "newer/nan-w2")
+    assert "differ in" not in markdown(made)
+
+
+def test_failures_name_the_first_cause() -> None:
+    """A run that failed is listed with rank, step and first cause."""
+    made = report("newer/crash-w2", "older/fault_tolerance.json")
+    row = [cell.text for cell in table(made, "failures", "Ended early").rows[0]]
+    assert row[2:] == ["failed", "1", "3", "Rank 1: the loss of step 3 is nan."]
+    assert column(made, "failures", "Failure drills", "Outcome") == ["recovered_exact"]
+
+
+def test_busbw_of_older_files_is_converted() -> None:
+    """Bandwidth is by nccl-tests' factor: all-reduce on four ranks 1.5 times algbw."""
+    made = report("older/communication.json")
+    found = next(b for b in section(made, "communication").blocks if isinstance(b, Table))
+    busbw = [row[[c.title for c in found.columns].index("busbw GB/s")].text for row in found.rows]
+    assert busbw[1:3] == ["60", "135"]
+
+
+def test_skipped_and_tiny_points_are_shown_as_they_are() -> None:
+    """A skipped point keeps its reason; a small bandwidth is not rounded to zero."""
+    made = report("newer/comm.json")
+    found = next(b for b in section(made, "communication").blocks if isinstance(b, Table))
+    last = [cell.text for cell in found.rows[-1]]
+    assert last[-2:] == ["skipped", "not on this backend"]
+    assert last[3] == "unknown"
+    assert found.rows[0][6].text == "0.005"
+
+
+def test_the_timeline_of_a_profile_has_a_bar_for_each_rank_and_step() -> None:
+    """Parts of each bar add up to the span of that step."""
+    made = report("newer/trace.json")
+    plot = next(b for b in section(made, "profile").blocks if isinstance(b, Plot))
+    assert plot.labels == ("step 7 · rank 0", "step 7 · rank 1", "step 8 · rank 0", "step 8 · rank 1")
+    assert [sum(series.y[i] for series in plot.series) for i in range(4)] == [100.0] * 4
+
+
+def test_loss_curves_come_from_metrics_and_break_where_it_was_not_finite() -> None:
+    """A null loss is a gap in the line."""
+    made = report("newer/ddp-w2")
+    plot = next(b for b in section(made, "training").blocks if isinstance(b, Plot) and b.title == "Loss")
+    assert plot.series[0].x == [1, 2, 3, 4]
+    assert ["gap" if math.isnan(y) else round(y, 2) for y in plot.series[0].y] == [5.55, 5.41, "gap", 5.21]
+
+
+def test_invalid_runs_are_in_no_plot_of_performance() -> None:
+    """Lines and points are of valid runs alone."""
+    made = report("newer/single-w1", "newer/ddp-w2", "newer/busy-w2")
+    plots = [b for b in section(made, "training").blocks if isinstance(b, Plot)]
+    assert {plot.title for plot in plots} >= {"Memory against throughput", "Step breakdown", "Loss"}
+    for plot in plots:
+        assert not any("busy" in label for label in plot.labels)
+        assert all(777.0 not in series.y for series in plot.series)
+
+
+def test_a_value_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
+    """A file that says a text where a number belongs is set aside with the reason, and the rest is reported."""
+    raw = json.loads((SAMPLES / "newer/ddp-w2/result.json").read_text())
+    (tmp_path / "bad.json").write_text(json.dumps({**raw, "tokens_per_sec": "fast"}))
+    (tmp_path / "good.json").write_text(json.dumps(raw))
+    made = build(find_records([tmp_path]), "x")
+    assert column(made, "files", "1 file without a section", "Why") == [
+        "'tokens_per_sec' is 'fast', but a number is expected"
+    ]
+    assert len(table(made, "training", "Throughput and scaling").rows) == 1
+
+
+def test_a_report_of_nothing_known_still_stands(tmp_path: Path) -> None:
+    """A training that says nothing but its kind gives a row of unknowns, and no zero."""
+    (tmp_path / "bare.json").write_text('{"schema_version": 1, "benchmark": "training"}')
+    made = build(find_records([tmp_path]), "x")
+    for block in (b for s in made.sections for b in s.blocks if isinstance(b, Table)):
+        assert not [cell for row in block.rows for cell in row[1:] if cell.text.strip("0.,%") == ""]
+    assert column(made, "training", "Throughput and scaling", "Tokens/s") == ["unknown"]
+
+
+@pytest.mark.parametrize("form", ["md", "txt"])
+def test_snapshot(form: str, tmp_path: Path) -> None:
+    """Markdown and terminal say exactly this of a small set; written anew by deleting the file and running twice."""
+    for name in SNAPSHOT:
+        shutil.copytree(SAMPLES / "newer" / name, tmp_path / name)
+    made = build(find_records([tmp_path]), "Samples")
+    text = markdown(made) if form == "md" else terminal(made, 120)
+    expected = SAMPLES / f"expected.{form}"
+    if not expected.exists():
+        expected.write_text(text, encoding="utf-8")
+        pytest.fail(f"{expected} was written: read it, and keep it if it is right")
+    assert text == expected.read_text(encoding="utf-8")
+
+
+def test_markdown_is_escaped(tmp_path: Path) -> None:
+    """Text of a result cannot end a cell, begin a tag or a link."""
+    raw = json.loads((SAMPLES / "newer/ddp-w2/result.json").read_text())
+    raw["performance_valid"] = False
+    raw["performance_invalid_reasons"] = ["<script>a|b</script> [x](y) `c`\n# d"]
+    raw["provenance"]["command"] = "mtb | `x`"
+    (tmp_path / "x.json").write_text(json.dumps(raw))
+    text = markdown(build(find_records([tmp_path]), "a|b"))
+    assert "<script>" not in text
+    assert r"\<script\>a\|b\</script\> \[x\](y) \`c\` \# d" in text
+    assert "`` mtb \\| `x` ``" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in rows)
