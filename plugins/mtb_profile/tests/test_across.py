@@ -121,6 +121,16 @@ def test_unlike_numbers_are_not_guessed(tracing, tmp_path):
     assert any("could not be matched" in note for note in found.notes)
 
 
+def test_another_number_in_one_step(tracing, tmp_path):
+    """A rank with one more of a kind in a step leaves that step's of this kind unmatched, and no others."""
+    first, second = two_ranks(tracing, tmp_path)
+    t = tracing.Trace(0)
+    t.events = json.loads(first.read_text())["traceEvents"]
+    found = match(views(t.gloo("all_reduce", 1001, 2).gloo("broadcast", 1001, 2).write(first), second))
+    assert [m.step for m in found.matched] == [1, 2]
+    assert found.unmatched == {"seen on one rank only": 1, "another number of them on other ranks": 3}
+
+
 def test_clocks_that_differ(tracing, tmp_path):
     """Ranks whose clocks differ by an hour are brought together; ranks whose clocks agree are left alone."""
     apart = views(*two_ranks(tracing, tmp_path / "apart", sleep=40.0, shift=3.6e9))
