@@ -20,6 +20,7 @@ from .sections import (
     moe,
     profile,
     runs,
+    sweeps,
     training,
 )
 from .soundness import sound
@@ -28,6 +29,7 @@ Maker = Callable[[Sequence[Named]], Section | None]
 
 _SECTIONS: tuple[Maker, ...] = (
     comparability.section,
+    sweeps.section,
     training.section,
     runs.trials,
     runs.sharding,

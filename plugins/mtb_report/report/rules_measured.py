@@ -7,6 +7,7 @@ from typing import Any
 
 from mtb_report.results import Record
 
+from .cells import plural
 from .findings import Finding, known, text_of
 from .plots import size_text
 
@@ -33,10 +34,12 @@ def communication(record: Record) -> Iterator[Finding]:
         yield from _bandwidth(name, sorted(rows, key=lambda row: row["size_bytes"]))
     wrong = [row for row in record.rows if row.get("wrong")]
     if wrong:
-        yield Finding("unusual", "wrong", f"{len(wrong)} points gave wrong elements: do not use this backend before that is understood.")  # fmt: skip
+        yield Finding("unusual", "wrong", f"{plural(len(wrong), 'point')} gave wrong elements: do not use this backend before that is understood.")  # fmt: skip
     skipped = [row for row in record.rows if row.get("status") == "skipped"]
     if skipped:
-        yield Finding("unusual", "skipped-points", f"{len(skipped)} points were skipped: {skipped[0].get('reason')}.")
+        yield Finding(
+            "unusual", "skipped-points", f"{plural(len(skipped), 'point')} skipped: {skipped[0].get('reason')}."
+        )
 
 
 def _bandwidth(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

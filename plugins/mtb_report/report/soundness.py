@@ -34,9 +34,20 @@ _NUMBERS = {
     "communication_share",
 }
 #: Likewise an object.
-_OBJECTS = {"config", "model_config", "runtime", "failure", "strategy_options", "errors", "verification", "versions"}
+_OBJECTS = {
+    "config",
+    "model_config",
+    "runtime",
+    "failure",
+    "strategy_options",
+    "errors",
+    "verification",
+    "versions",
+    "labels",
+    "figures",
+}
 #: Likewise a list.
-_LISTS = {"fits", "expert_token_counts", "requested_counts", "world_sizes"}
+_LISTS = {"fits", "expert_token_counts", "requested_counts", "world_sizes", "largest_that_fits"}
 
 
 def sound(found: Found) -> Found:

@@ -57,6 +57,7 @@ def column(made: Report, name: str, caption: str, title: str) -> list[str]:
         ("newer/moe.json", "moe"),
         ("newer/trace.json", "profile"),
         ("newer/conformance.json", "conformance"),
+        ("newer/sweep/sweep.json", "sweeps"),
     ],
 )
 def test_every_kind_has_its_section(file: str, name: str) -> None:
@@ -176,6 +177,24 @@ def test_one_set_of_like_rows_is_not_warned_of() -> None:
     """Runs that agree in all that counts give no warning of differences."""
     made = report("newer/ddp-w2", "newer/nan-w2")
     assert "differ in" not in markdown(made)
+
+
+def test_cells_of_a_sweep_are_all_there() -> None:
+    """Cells that ran out of memory or were not tried are kept with the reason; invalid figures are dashes."""
+    made = report("newer/sweep/sweep.json")
+    assert column(made, "sweeps", "Cells of weak", "Status") == ["success", "success", "oom", "not run"]
+    assert column(made, "sweeps", "Cells of weak", "Tokens/s") == ["1,000", "-", "unknown", "unknown"]
+    assert column(made, "sweeps", "Cells of weak", "Efficiency") == ["100.0%", "-", "unknown", "unknown"]
+    assert column(made, "sweeps", "Outcomes of weak", "Failure") == [
+        "none",
+        "none",
+        "cuda_oom: out of memory",
+        "not tried: batch_size = 64 ran out of memory",
+    ]
+    text = markdown(made)
+    assert "tokens a second and rank over those on one rank" in text
+    assert "the largest that fits is 4; 64 does not" in text
+    assert "888" not in text
 
 
 def test_failures_name_the_first_cause() -> None:

@@ -1,4 +1,4 @@
-"""What went wrong: drills, runs that did not end as planned, cells of sweeps; and memory pressure, tier by tier."""
+"""What went wrong: drills, runs that did not end as planned; and memory pressure, tier by tier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtb_report.report.naming import Named
 
 def section(rows: Sequence[Named]) -> Section | None:
     """Failure handling."""
-    made = (_drills(rows), _ended_early(rows), _cells_of_sweeps(rows))
+    made = (_drills(rows), _ended_early(rows))
     blocks: list[Block] = [table for table in made if table is not None]
     return Section("failures", "Failure handling", blocks) if blocks else None
 
@@ -66,28 +66,6 @@ def _ended_early(rows: Sequence[Named]) -> Table | None:
         return None
     columns = [Column(t, numeric=t in ("Rank", "Step")) for t in ("Run", "Kind", "End", "Rank", "Step", "First cause")]
     return Table("Ended early", columns, out)
-
-
-def _cells_of_sweeps(rows: Sequence[Named]) -> Table | None:
-    out = [
-        [
-            cells.text(f"{row.name}: {cell.get('name') or number}"),
-            cells.status(cell.get("status")),
-            cells.text(cell.get("failure_type")),
-            cells.text(cell.get("exit_code")),
-            cells.code(cell.get("log_sha256"), 12),
-            cells.code(cell.get("command")),
-        ]
-        for row in rows
-        if row.record.kind == "sweep"
-        for number, cell in enumerate(row.record.rows)
-    ]
-    if not out:
-        return None
-    columns = [
-        Column(t, numeric=t == "Exit code") for t in ("Cell", "Status", "Failure", "Exit code", "Log digest", "Command")
-    ]
-    return Table("Cells of sweeps", columns, out, notes=["A cell that failed is recorded, and the others go on."])
 
 
 def pressure(rows: Sequence[Named]) -> Section | None:

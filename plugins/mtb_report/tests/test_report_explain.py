@@ -1,0 +1,251 @@
+"""`mtb explain`: each rule speaks where it must, and is silent where it must."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtb_report.report.explain import explained
+from mtb_report.results import read_record, record_of
+
+SAMPLES = Path(__file__).parent / "test_report_samples"
+#: A run in which nothing is unusual.
+CALM: dict[str, Any] = {
+    "schema_version": 1,
+    "benchmark": "training",
+    "exit_reason": "done",
+    "strategy": "ddp",
+    "strategy_options": {},
+    "world_size": 2,
+    "precision": "fp32",
+    "device": "cpu",
+    "parameters": 1_000_000,
+    "steps": 20,
+    "warmup_steps": 5,
+    "repeat_count": 3,
+    "global_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "resolved_gradient_sync_mode": "last",
+    "tokens_per_sec": 1000.0,
+    "step_time_ms": 100.0,
+    "data_time_ms": 1.0,
+    "forward_backward_ms": 80.0,
+    "optimizer_step_ms": 18.0,
+    "max_memory_mib": 300.0,
+    "memory_kind": "process_rss",
+    "mfu": 0.4,
+    "flops_convention": "palm",
+    "comm_bytes_per_step": {"all_reduce": 4_000_000, "agreement": 48},
+    "loss": 5.0,
+    "loss_first": 5.5,
+    "grad_norm": 1.0,
+    "grad_norm_max": 2.0,
+    "clipped_steps": 0,
+    "skipped_steps": 0,
+    "config": {"model": "gpt", "vocab_size": 256, "seq_length": 16, "optimizer": "adamw"},
+    "summary": {
+        "tokens_per_sec": {"mean": 1000.0, "std": 4.0, "min": 996.0, "max": 1004.0, "n": 3, "ci95": [990.0, 1010.0]}
+    },
+    "runtime": {"resumed": False, "restarts": 0},
+    "provenance": {"git_dirty": False, "missing_fields": [], "complete": True},
+    "performance_valid": True,
+}
+
+
+def rules(raw: dict[str, Any]) -> dict[str, str]:
+    found = explained(record_of(raw, path=Path("/x/result.json"), digest=""))
+    return {finding.rule: finding.text for finding in found.findings}
+
+
+def unusual(raw: dict[str, Any]) -> set[str]:
+    found = explained(record_of(raw, path=Path("/x/result.json"), digest=""))
+    return {finding.rule for finding in found.part("unusual")}
+
+
+def test_nothing_is_unusual_in_a_calm_run() -> None:
+    """A run with every figure in its normal range has no warning."""
+    assert unusual(CALM) == set()
+
+
+def test_what_the_numbers_mean() -> None:
+    """The meaning names size, speed, certainty, parts, memory, traffic, MFU and loss with the run's own figures."""
+    said = rules(CALM)
+    assert (
+        "1,000,000 parameters on 2 ranks (cpu) in fp32. 20 steps were measured, after 5 of warm-up" in said["what-ran"]
+    )
+    assert "step of 8 sequences of 16 tokens takes 100.00 ms" in said["speed"]
+    assert "1,000 tokens a second, 500 for each rank" in said["speed"]
+    assert "Over 3 independent trials" in said["certainty"]
+    assert "±1.0%" in said["certainty"]
+    assert "80% is forward and backward" in said["parts"]
+    assert "18% the optimizer, 1.0% waiting for data" in said["parts"]
+    assert "300 MiB: the process's peak resident set" in said["memory"]
+    assert "4,000,048 bytes to collectives (all-reduce, agreement), 4.0 for each parameter" in said["communication"]
+    assert "40.0% of the devices' peak (MFU, palm convention)" in said["mfu"]
+    assert "from 5.5000 at its first step to 5.0000" in said["loss"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"summary": {}, "repeats": []}, {"single-trial"}),
+        ({"summary": {"tokens_per_sec": {"ci95": [900.0, 1100.0], "n": 3}}}, {"wide-interval"}),
+        ({"data_time_ms": 3.0, "forward_backward_ms": 78.0}, {"data-wait"}),
+        ({"optimizer_step_ms": 35.0, "forward_backward_ms": 63.0}, {"optimizer-share"}),
+        ({"forward_backward_ms": 70.0}, {"gap"}),
+        ({"mfu": 1.2}, {"mfu-above-one"}),
+        ({"loss": None, "loss_nonfinite": "nan"}, {"loss-not-finite"}),
+        ({"loss": 6.0}, {"loss-rises"}),
+        ({"loss_first": 9.0}, {"first-loss"}),
+        ({"grad_norm_max": 11.0}, {"norm-peak"}),
+        ({"clipped_steps": 11}, {"much-clipping"}),
+        ({"skipped_steps": 1}, {"skipped"}),
+        ({"steps": 9}, {"few-steps"}),
+        ({"warmup_steps": 0}, {"no-warmup"}),
+        ({"runtime": {"restarts": 2}}, {"restarts"}),
+        ({"runtime": {"resumed": True, "resume_deterministic": False}}, {"inexact-resume"}),
+        ({"exit_reason": "stopped"}, {"ended-early"}),
+        ({"performance_valid": False}, {"not-valid"}),
+        ({"performance_valid": None}, {"validity-unknown"}),
+        ({"provenance": {"git_dirty": True, "missing_fields": [], "complete": True}}, {"dirty"}),
+        ({"provenance": {"missing_fields": ["image_ref"], "complete": False}}, {"provenance"}),
+        ({"provenance": {}}, {"provenance"}),
+    ],
+)
+def test_each_rule_speaks_alone(change: dict[str, Any], expected: set[str]) -> None:
+    """One figure out of its range gives exactly the warning of that figure."""
+    assert unusual({**CALM, **change}) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "silent"),
+    [
+        ({"data_time_ms": 2.0, "forward_backward_ms": 80.0}, "data-wait"),
+        ({"grad_norm_max": 10.0}, "norm-peak"),
+        ({"clipped_steps": 10}, "much-clipping"),
+        ({"steps": 10}, "few-steps"),
+        ({"warmup_steps": 0, "runtime": {"resumed": True, "resume_deterministic": True}}, "no-warmup"),
+        ({"loss_first": 9.0, "runtime": {"resumed": True}}, "first-loss"),
+        ({"loss_first": 9.0, "config": {"model": "mine.py:make", "vocab_size": 256}}, "first-loss"),
+        ({"mfu": 1.0}, "mfu-above-one"),
+    ],
+)
+def test_rules_are_silent_at_their_bounds(change: dict[str, Any], silent: str) -> None:
+    """What is just normal is not unusual, and a rule that does not apply says nothing."""
+    assert silent not in unusual({**CALM, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({}, "one-rank"),
+        ({}, "profile"),
+        ({"world_size": 1}, "more-ranks"),
+        ({"strategy": "fsdp"}, "ddp-base"),
+        ({"gradient_accumulation_steps": 4, "resolved_gradient_sync_mode": "every"}, "sync-last"),
+        ({"summary": {}}, "repeat"),
+        ({"steps": 5}, "more-steps"),
+        ({"warmup_steps": 0}, "warm-up"),
+        ({"performance_valid": False}, "make-valid"),
+        ({"data_time_ms": 5.0, "forward_backward_ms": 76.0}, "data-path"),
+        ({"loss": None, "loss_nonfinite": "inf"}, "find-nonfinite"),
+    ],
+)
+def test_what_to_measure_next(change: dict[str, Any], rule: str) -> None:
+    """Each next step follows from what is there or missing."""
+    found = explained(record_of({**CALM, **change}, path=Path("/x/result.json"), digest=""))
+    assert rule in {finding.rule for finding in found.part("next")}
+
+
+def test_the_state_of_an_unsharded_model_is_named_where_memory_is_the_allocators() -> None:
+    """16 bytes for each parameter under DDP with AdamW on CUDA; not where the optimizer is sharded."""
+    cuda = {**CALM, "memory_kind": "cuda_allocated", "parameters": 2**20}
+    assert "fp32 are 16 MiB of it" in rules(cuda)["memory"]
+    for other in ({"strategy_options": {"zero1": True}}, {"strategy": "fsdp"}, {"config": {"optimizer": "sgd"}}):
+        assert "of it" not in rules({**cuda, **other})["memory"]
+
+
+def test_the_first_cause_of_a_failure_is_told() -> None:
+    """The failure's own text is in the page."""
+    raw = json.loads((SAMPLES / "newer/crash-w2/result.json").read_text())
+    assert rules(raw)["ended-early"] == "The run failed: Rank 1: the loss of step 3 is nan."
+
+
+def sample(name: str) -> dict[str, list[str]]:
+    found = explained(read_record(SAMPLES / name))
+    out: dict[str, list[str]] = {}
+    for finding in found.findings:
+        out.setdefault(finding.rule, []).append(finding.text)
+    return out
+
+
+def test_communication() -> None:
+    """The best bandwidth, a limit that was not reached, times that jump and points left out are named."""
+    said = sample("newer/comm.json")
+    assert said["best-busbw"] == ["all_reduce on 2 ranks: at most 0.6 GB/s busbw, at 4M."]
+    assert "still rises at 4M" in said["larger-sizes"][0]
+    assert "up to 1.5 times the median" in said["unstable-times"][0]
+    assert said["skipped-points"] == ["1 point skipped: not on this backend."]
+    assert "wrong" not in said
+
+
+def test_wrong_elements_are_the_first_thing_to_know() -> None:
+    """A point with wrong elements is unusual."""
+    raw = json.loads((SAMPLES / "newer/comm.json").read_text())
+    raw["results"][0]["wrong"] = 3
+    assert "wrong" in unusual(raw)
+
+
+def test_moe() -> None:
+    """Imbalance, drops and the share of communication are put in words."""
+    said = sample("newer/moe.json")
+    assert "1.67 times the mean" in said["imbalance"][0]
+    assert "wastes 40%" in said["imbalanced"][0]
+    assert "25.0% of the slots" in said["drops"][0]
+    assert "takes 55%" in said["moe-communication"][0]
+    assert "imbalanced" not in sample("older/moe_routing.json")
+
+
+def test_memory_pressure() -> None:
+    """What fits, and what does not, with the way out."""
+    assert "fits: the fullest rank peaked at 568 MiB" in sample("older/small_ddp_8gpu.json")["fits"][0]
+    said = sample("older/stress_ddp_8gpu.json")
+    assert "stress tier does not fit with strategy ddp" in said["does-not-fit"][0]
+    assert "shard" in said
+
+
+def test_profile() -> None:
+    """Verdict, evidence, straggler and advice are those of the analysis."""
+    said = sample("newer/trace.json")
+    assert said["verdict"] == ["By its traces the step is straggler-bound. Rank 1 is waited for."]
+    assert "Rank 1 is slower than the others in data, 50% of the step." in said["straggler"]
+    assert said["advice"] == ["Look at the data of rank 1."]
+
+
+def test_checks() -> None:
+    """Equal parts, failed checks and errors against what is allowed are told."""
+    assert "every part is equal" in sample("older/checkpoint_verification.json")["matches"][0]
+    assert sample("newer/conformance.json")["conformance"] == ["Strategy mine: 1 checks passed, 1 failed."]
+    assert "1.0e-04, 2.0% of what is allowed" in sample("older/tensor_parallel.json")["error"][0]
+
+
+def test_unequal_checkpoints_are_unusual() -> None:
+    """The part that differs is named."""
+    raw = json.loads((SAMPLES / "older/checkpoint_verification.json").read_text())
+    raw["matches"]["rng"] = False
+    assert "matches" in unusual(raw)
+    assert rules(raw)["matches"].endswith("these differ: rng.")
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.rglob("*.json")), ids=lambda path: str(path.relative_to(SAMPLES)))
+def test_every_sample_is_explained(path: Path) -> None:
+    """No kind of result is left without a word, and nothing unknown is put as a number or as None."""
+    found = explained(read_record(path))
+    assert found.findings
+    for finding in found.findings:
+        assert "None" not in finding.text
+        assert finding.text.endswith((".", "?"))
+        assert finding.text[0] == finding.text[0].upper() or finding.rule in ("best-busbw", "larger-sizes", "unstable-times", "definition")  # fmt: skip
