@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from .config import TrainConfig, load_config
     from .launch.worker import external_launcher
     from .launching import RanksOutcome, run_ranks
+    from .measure.audit import audit_folder, private_details
     from .measure.collectives import CountCollectives
-    from .measure.environment import environment, provenance
+    from .measure.environment import environment, provenance, redact, redact_command
     from .measure.jsonio import dumps, write_json
     from .measure.result import Result
     from .measure.statistics import percentile, summarize
@@ -40,6 +41,7 @@ _LAZY = {
     "Result": ".measure.result",
     "TrainConfig": ".config",
     "Worker": ".ranks.worker",
+    "audit_folder": ".measure.audit",
     "create_missing_state": ".api.state",
     "dumps": ".measure.jsonio",
     "environment": ".measure.environment",
@@ -51,7 +53,10 @@ _LAZY = {
     "load_config": ".config",
     "module_state": ".api.state",
     "percentile": ".measure.statistics",
+    "private_details": ".measure.audit",
     "provenance": ".measure.environment",
+    "redact": ".measure.environment",
+    "redact_command": ".measure.environment",
     "reports_here": ".running",
     "run": ".running",
     "run_ranks": ".launching",
@@ -73,6 +78,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "TrainConfig",
     "Worker",
     "__version__",
+    "audit_folder",
     "create_missing_state",
     "dumps",
     "environment",
@@ -84,7 +90,10 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "load_config",
     "module_state",
     "percentile",
+    "private_details",
     "provenance",
+    "redact",
+    "redact_command",
     "reports_here",
     "run",
     "run_ranks",

@@ -18,6 +18,7 @@ from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
 from mtb_core.launch.logs import rank_log
 from mtb_core.launch.worker import Worker, alone, attach, external_launcher, world_of
+from mtb_core.measure.audit import HOME_FOLDER, audit_folder
 from mtb_core.measure.environment import environment, provenance, redact
 from mtb_core.measure.result import Result
 from mtb_core.ranks.failures import Failure, failure_of
@@ -67,9 +68,41 @@ def run(
             display.message(f"Nothing left to do: {resume.path} is at step {resume.step}, and --until-step is {until}.")
         run_it = partial(_run_here, external=external) if here else _launch
         result = run_it(payload, planned, display)
+    if reports_here():
+        result = _audited(result, payload.folder)
     if config.output is not None and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
+
+
+def _audited(result: Result, folder: Path | None) -> Result:
+    """`result`, or a failed one in its place where what the run recorded tells who ran it or where.
+
+    What ranks printed is not searched: it is the user's own. A home folder in ``config.toml`` is another user's, and
+    needed to run it again.
+    """
+    place = folder if folder is not None else Path(result.run_dir or "").expanduser()
+    if result.run_dir is None or not (place / "result.json").is_file():
+        return result
+    found = audit_folder(place, skip=("logs", "trace", "hang"))
+    found["config.toml"] = [kind for kind in found.get("config.toml", ()) if kind != HOME_FOLDER]
+    told = [f"{file} ({', '.join(kinds)})" for file, kinds in found.items() if kinds]
+    if not told:
+        return result
+    text = (
+        f"What was recorded in {redact(str(place))} tells who ran it or where: {'; '.join(told)}. Do not hand it on; see "
+        "which setting or plugin put it there, and run again."
+    )
+    failed = attrs.evolve(
+        result,
+        exit_reason="failed",
+        failure=failure_fields(Failure(rank=None, kind="PrivateDetails", message=text, expected=True)),
+        execution_complete=False,
+        performance_valid=False,
+        performance_invalid_reasons=[*result.performance_invalid_reasons, "the audit of what was recorded failed"],
+    )
+    failed.write(place / "result.json")
+    return failed
 
 
 def reports_here() -> bool:

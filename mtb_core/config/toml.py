@@ -15,6 +15,9 @@ from mtb_core.api.options import nearest
 
 from .schema import GROUPS, TrainConfig, option_name, settings, value_type
 
+#: Settings that name a file or folder; in a file they may begin with ``~/``.
+PATHS = ("data", "eval_data", "checkpoint_dir", "run_dir", "output", "resume")
+
 #: Of the three batch settings, those of the file that give way first when the command line over-determines them.
 _BATCH_YIELDS = ("batch_size", "grad_accum_steps", "global_batch_size")
 
@@ -70,7 +73,16 @@ def read_toml(file: str | Path) -> dict[str, Any]:
     for key in values:
         if key not in settings():
             raise _unknown(key, str(path))
+    for key in PATHS:
+        if isinstance(values.get(key), str) and values[key].startswith("~/"):
+            values[key] = str(Path(values[key]).expanduser())
     return values
+
+
+def shorten_home(path: str) -> str:
+    """`path` with the user's own home folder as ``~``; `load_config` puts it back."""
+    home = str(Path("~").expanduser())
+    return "~" + path[len(home) :] if len(home) > 1 and path.startswith(home + "/") else path
 
 
 def _unknown(key: str, where: str) -> ConfigError:

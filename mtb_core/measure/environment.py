@@ -154,8 +154,18 @@ def redact(text: str) -> str:
 
 
 def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with every text in it free of home folders, credentials and addresses."""
-    return {k: redact(v) if isinstance(v, str) else v for k, v in values.items()}
+    """`values` with every text in it free of home folders, credentials and addresses; those of secret names hidden."""
+    return {k: _redacted(k, v) for k, v in values.items()}
+
+
+def _redacted(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return _HIDDEN if value and _SECRET_WORD.search(name) else redact(value)
+    if isinstance(value, Mapping):
+        return redact_values(value)
+    if isinstance(value, list | tuple):
+        return [redact(v) if isinstance(v, str) else v for v in value]
+    return value
 
 
 def _is_address(text: str) -> bool:

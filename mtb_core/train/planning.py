@@ -14,6 +14,7 @@ from mtb_core.api.errors import ConfigError
 from mtb_core.api.options import parse_options
 from mtb_core.api.values import World
 from mtb_core.config import ResolvedRun, TrainConfig, resolve, write_toml
+from mtb_core.config.toml import PATHS, shorten_home
 from mtb_core.data import Dataset
 from mtb_core.data.source import open_dataset
 from mtb_core.model.spec import check_model
@@ -159,9 +160,17 @@ def _make(folder: Path) -> None:
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:
-    """Write the resolved configuration; ``mtb train --config`` of it repeats the run, in a folder of its own."""
-    portable = attrs.evolve(config, run_dir=None, output=None)
-    (folder / "config.toml").write_text(write_toml(portable), encoding="utf-8")
+    """Write the resolved configuration; ``mtb train --config`` of it repeats the run, in a folder of its own.
+
+    Paths in the user's home begin with ``~/``. Where several nodes meet is left out: it names a host.
+    """
+    changes: dict[str, Any] = {
+        name: shorten_home(path) for name in PATHS if (path := getattr(config, name)) is not None
+    }
+    portable = attrs.evolve(config, **{**changes, "run_dir": None, "output": None})
+    lines = write_toml(portable).splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith("rdzv_endpoint = "))
+    (folder / "config.toml").write_text(text, encoding="utf-8")
 
 
 def check_output(config: TrainConfig) -> None:

@@ -1,0 +1,132 @@
+"""What must not be recorded is found wherever it is written, and a run that wrote it fails."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from mtb_core import TrainConfig, hookimpl, load_config, run
+from mtb_core.measure.audit import audit_folder, private_details
+
+SIZE = {"seq_length": 8, "d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 64, "steps": 1, "warmup_steps": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('{"gpu": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"}', "a GPU's UUID"),
+        ('{"https_proxy": "http://10.0.0.1:3128"}', "a proxy"),
+        ("HTTP_PROXY=http://p:1", "a proxy"),
+        ('"data": "s3://me:hunter2@store/x"', "a credential in a URL"),
+        (f"token hf_{'a' * 34}", "a credential"),
+        ("-----BEGIN RSA PRIVATE KEY-----", "a credential"),
+        ("Authorization: Bearer abcdefghijklmnop1234", "a credential"),
+        ('"/home/alice/data"', "a home folder"),
+        ("cd /root/work", "a home folder"),
+    ],
+)
+def test_each_kind_is_found(text: str, kind: str) -> None:
+    """Each kind by its name; the found text is not repeated."""
+    assert private_details(text, {}) == [kind]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"tokens_per_sec": 1.0, "tokens_seen": 5}',
+        "mtb train --data ~/x --run-dir runs/a",
+        "/data/home/x and /rooted/y and ~/z",
+        "torch 2.13.0, NVIDIA A100-SXM4-40GB, MIG 1g",
+        "docs at https://pytorch.org/docs/stable/x.html",
+        "<hidden>@store, http://<hidden>@x",
+        "sha256:1f57418aedd9a4d0d3a59646619e1d4f82cacc33817247cead4f749e1f452d4b",
+    ],
+)
+def test_ordinary_text_is_none(text: str) -> None:
+    """What a result is made of raises no alarm."""
+    assert private_details(text, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "text", "seen"),
+    [
+        ("gpu-node-17", "ran on gpu-node-17 today", True),
+        ("gpu-node-17.example.org", "gpu-node-17:29500", True),
+        ("gpu-node-17", "gpu-node-170", False),
+        ("vm", '{"vm": 1, "a": "some vm"}', False),
+        ("vm", '{"host": "vm"}', True),
+        ("vm", "tcp://vm/", True),
+        ("localhost", "localhost:29500", False),
+    ],
+)
+def test_host_names(monkeypatch: pytest.MonkeyPatch, host: str, text: str, seen: bool) -> None:
+    """A host's name counts as a word; where it is an ordinary word, only where a host must be meant."""
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert (private_details(text, {}) == ["this host's name"]) is seen
+
+
+def test_values_of_secret_variables() -> None:
+    """What the environment holds as a secret or proxy is found in any form, and only its name is told."""
+    environ = {
+        "WANDB_API_KEY": "0a1b2c3d4e5f",
+        "https_proxy": "http://proxy:3128",
+        "TOKENIZER": "short",
+        "LANG": "C.UTF-8",
+    }
+    text = "x0a1b2c3d4e5fx via http://proxy:3128 C.UTF-8"
+    assert private_details(text, environ) == ["the value of the variable WANDB_API_KEY", "a proxy"]
+
+
+def test_a_folder_file_by_file(tmp_path: Path) -> None:
+    """Text and compressed text are searched to their end, binary files and named folders are not."""
+    (tmp_path / "good.json").write_text("{}")
+    (tmp_path / "bad.json").write_text(" " * (1 << 20) + "/home/alice/x")
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        file.write("/home/alice/x")
+    (tmp_path / "weights.bin").write_bytes(b"\0/home/alice/x")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank.log").write_text("/home/alice/x")
+    (tmp_path / "broken.gz").write_bytes(b"no gzip")
+    expected = {"bad.json": ["a home folder"], "trace.json.gz": ["a home folder"]}
+    assert audit_folder(tmp_path, skip=("logs",)) == expected
+    assert set(audit_folder(tmp_path)) == {*expected, "logs/rank.log"}
+
+
+class Leak:
+    """A run plugin that writes a home folder into the run's."""
+
+    @hookimpl
+    def mtb_run_started(self, info) -> None:
+        (info.folder / "more.json").write_text('{"home": "/home/alice"}')
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_recorded_too_much_fails(tmp_path: Path) -> None:
+    """The run ends as failed, says which file and why, and result.json is that of a failed run."""
+    config = TrainConfig(device="cpu", sink=("jsonl",), run_dir=str(tmp_path / "run"), **SIZE)
+    result = run(config, quiet=True, plugins={"leak": Leak})
+    assert result.exit_code == 3
+    assert "more.json (a home folder)" in result.failure["text"]
+    written = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (written["exit_reason"], written["execution_complete"]) == ("failed", False)
+    assert "alice" not in json.dumps(written)
+
+
+@pytest.mark.timeout(120)
+def test_a_home_folder_of_ones_own_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths below the home folder are written as ~/, and the configuration still finds them."""
+    home = tmp_path / "people" / "alice"
+    (home / "text").mkdir(parents=True)
+    (home / "text" / "a.txt").write_text("some words to learn from " * 40)
+    monkeypatch.setenv("HOME", str(home))
+    config = TrainConfig(
+        device="cpu", sink=("jsonl",), run_dir=str(home / "run"), data=str(home / "text"), **SIZE | {"vocab_size": None}
+    )
+    run(config, quiet=True).check()
+    for name in ("config.toml", "result.json"):
+        assert "alice" not in (home / "run" / name).read_text()
+    assert load_config(file=home / "run" / "config.toml").data == str(home / "text")
