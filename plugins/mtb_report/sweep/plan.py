@@ -221,5 +221,5 @@ def _merge(settings: dict[str, Any], more: Mapping[str, Any]) -> None:
 def _identity(labels: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     words = "_".join(f"{name.removeprefix(_OPTION)}-{value}" for name, value in labels.items())
     slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", words)[:80]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps([labels, settings], sort_keys=True).encode()).hexdigest()[:8]
     return f"{slug}_{digest}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +14,77 @@ from .plan import SweepPlan
 
 #: Shown where the result says that its times are not valid.
 _NOT_VALID = "-"
+#: Of a file or pipe, which has no width of its own.
+_WIDTH = 140
 
 
 def show_plan(plan: SweepPlan) -> None:
     """The cells in the order in which they would be run."""
-    console = Console(highlight=False)
-    table = Table("#", *plan.cells[0].labels, "settings", title_justify="left")
-    table.title = f"{plan.name}{f' ({plan.size})' if plan.size else ''}: {len(plan.cells)} cells"
-    for number, cell in enumerate(plan.in_order(), 1):
-        rest = {k: v for k, v in cell.settings.items() if k not in cell.labels}
-        settings = " ".join(f"{name}={value}" for name, value in rest.items())
-        table.add_row(str(number), *(str(v) for v in cell.labels.values()), settings)
+    console = _console()
+    order = plan.in_order()
+    common = {k: v for k, v in order[0].settings.items() if all(c.settings.get(k) == v for c in order)}
+    console.print(
+        f"{plan.name}{f' ({plan.size})' if plan.size else ''}: {len(order)} cells. {plan.about}", markup=False
+    )
+    console.print(f"All: {_settings(common)}", markup=False)
+    table = Table("#", *_axes([cell.labels for cell in order]), "settings")
+    for number, cell in enumerate(order, 1):
+        rest = {k: v for k, v in cell.settings.items() if k not in common and k not in cell.labels}
+        labels = (str(cell.labels[name]) for name in _axes([c.labels for c in order]))
+        table.add_row(str(number), *labels, _settings(rest))
     console.print(table)
 
 
 def show(document: Mapping[str, Any], folder: Path) -> None:
     """Status and figures of each cell, and where they are."""
-    console = Console(highlight=False)
+    console = _console()
     rows = document["cells"]
+    axes = _axes([row["labels"] for row in rows])
     extra = [name for name in ("efficiency", "loss_error", "grad_norm_error") if any(name in row for row in rows)]
-    table = Table(*rows[0]["labels"], "status", "tokens/s", "step ms", "memory MiB", "trials", *extra)
+    table = Table(*axes, "status", "tokens/s", "step ms", "MiB", "trials", *(n.replace("_", " ") for n in extra))
     for row in rows:
-        valid = row["performance_valid"] is not False
-        figures = row["figures"]
-        cells = [str(value) for value in row["labels"].values()]
-        cells.append(row["status"] or "not run")
-        for name, form in (("tokens_per_sec", ",.0f"), ("step_time_ms", ".2f")):
-            cells.append(_number(figures.get(name), form) if valid or figures.get(name) is None else _NOT_VALID)
-        cells += [_number(figures.get("max_memory_mib"), ",.0f"), str(row["trials"])]
-        for name in extra:
-            shown = _number(row.get(name), ".1%" if name == "efficiency" else ".2e")
-            cells.append(_NOT_VALID if name == "efficiency" and not valid and shown else shown)
-        table.add_row(*cells)
+        table.add_row(*(str(row["labels"][name]) for name in axes), row["status"] or "not run", *_figures(row, extra))
     console.print(table)
     for found in document.get("largest_that_fits", ()):
-        limit = found["first_that_does_not"]
-        labels = " ".join(f"{k}={v}" for k, v in found["labels"].items())
-        end = "none was too large" if limit is None else f"{limit} is too large"
-        console.print(f"largest {found['axis']} that fits, {labels}: {found['largest']} ({end})".replace(", :", ":"))
+        console.print(_largest(found), markup=False)
     reasons = dict.fromkeys(reason for row in rows for reason in row["performance_invalid_reasons"])
     if reasons:
-        console.print(f"{_NOT_VALID}: not valid, the raw values are in the JSON. Reasons seen:")
+        console.print(f"{_NOT_VALID}: not valid; the raw values are in the JSON. Reasons seen:")
         for reason in reasons:
             console.print(f"  {reason}", markup=False)
-    console.print(f"Results: {folder}", soft_wrap=True)
+    console.print(f"Results: {folder}", soft_wrap=True, markup=False)
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def _axes(labels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The axes in which cells differ; all, where there is one cell."""
+    several = [name for name in labels[0] if len({str(row[name]) for row in labels}) > 1]
+    return several or list(labels[0])
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _figures(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
+    figures, valid = row["figures"], row["performance_valid"] is not False
+    rate, time = (_number(figures.get(n), f) for n, f in (("tokens_per_sec", ",.0f"), ("step_time_ms", ".2f")))
+    cells = [text if valid or not text else _NOT_VALID for text in (rate, time)]
+    cells += [_number(figures.get("max_memory_mib"), ",.0f"), str(row["trials"])]
+    for name in extra:
+        text = _number(row.get(name), ".1%" if name == "efficiency" else ".2e")
+        cells.append(_NOT_VALID if name == "efficiency" and text and not valid else text)
+    return cells
+
+
+def _largest(found: Mapping[str, Any]) -> str:
+    limit = found["first_that_does_not"]
+    where = "".join(f" {name}={value}" for name, value in found["labels"].items())
+    end = "none that was tried is too large" if limit is None else f"{limit} is too large"
+    return f"Largest {found['axis']} that fits{where}: {found['largest']} ({end})"
 
 
 def _number(value: float | None, form: str) -> str:
