@@ -207,7 +207,8 @@ def _not_compared(left: Path, right: Path, damaged: list[dict[str, Any]]) -> dic
     }
 
 
-def _deliver(result: dict[str, Any], as_json: bool, output: Path | None) -> None:
+def _deliver(found: dict[str, Any], as_json: bool, output: Path | None) -> None:
+    result = {"schema_version": 1, "benchmark": "checkpoint_verification", **found}
     if as_json:
         _print_json(result)
     if output is not None:

@@ -81,7 +81,8 @@ def test_show(folder):
 
 def test_verify_one(folder):
     """A good checkpoint is exit 0, an incomplete one exit 1 with the file named; JSON in both cases."""
-    assert parsed("verify", folder / "step_00000001")["ok"] is True
+    sound = parsed("verify", folder / "step_00000001")
+    assert (sound["ok"], sound["benchmark"], sound["schema_version"]) == (True, "checkpoint_verification", 1)
     found = parsed("verify", folder / "step_00000003", code=1)
     assert [p["file"] for p in found["problems"]] == ["READY"]
     assert "READY: it is missing" in run("verify", folder / "step_00000003", code=1)[1]
