@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import tomli_w
 
-from mtb_core import ConfigError
+from mtb_core import ConfigError, redact, redact_command
 
 from .results import Record, read_record
 
@@ -113,9 +113,9 @@ def train(folder: Path, settings: Mapping[str, Any], *, timeout_s: float | None 
     return Attempt(
         status=status,
         failure_type=kind,
-        reason=reason,
+        reason=None if reason is None else redact(reason),
         exit_code=process.returncode,
-        command=" ".join(["mtb", *words]),
+        command=redact_command(["mtb", *words]),
         log_digest=hashlib.sha256(log.read_bytes()).hexdigest(),
         seconds=seconds,
         result=result,

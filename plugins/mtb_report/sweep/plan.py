@@ -102,7 +102,7 @@ def read_plan(path: str | Path, size: str | None = None) -> SweepPlan:
     base = {**(values.get("base") or {}), **(extra.get("base") or {})}
     matrix = {**(values.get("matrix") or {}), **(extra.get("matrix") or {})}
     cells = list(_cells(file, base, matrix, values.get("sets") or {}, values.get("exclude") or []))
-    if not cells:
+    if not matrix or not cells:
         raise ConfigError(f"{file} describes no cell: its [matrix] is empty, or [[exclude]] leaves nothing.")
     _check_axis(file, "largest", values.get("largest"), matrix)
     for name in values.get("error_against") or {}:

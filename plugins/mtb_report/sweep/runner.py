@@ -198,6 +198,7 @@ def _document(
         "efficiency_definition": None if plan.scaling is None else EFFICIENCY[plan.scaling],
         "error_against": plan.error_against,
         "counts": {},
+        "status": "success" if all(row["status"] == "success" for row in cells) else "partial",
         "execution_complete": all(cell.id in rows for cell in plan.cells),
         "provenance": provenance(argv),
         "cells": cells,

@@ -1,0 +1,143 @@
+"""``mtb evidence``: the manifest of a folder of results, and the search for what must not be in it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mtb_core import CheckFailed, ConfigError
+
+FILE = "manifest.json"
+
+
+@click.group(no_args_is_help=True)
+def evidence() -> None:
+    """List results with digests and what they were measured on, and look for what must not be handed on."""
+
+
+_DIR = click.argument("folder", metavar="DIR")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+_DEBUG = click.option("--debug", is_flag=True, help="Show tracebacks.")
+
+
+def _folder(text: str) -> Path:
+    folder = Path(text)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give one that holds results.")
+    return folder
+
+
+@evidence.command()
+@_DIR
+@click.option("--output", metavar="FILE", help="Where to write it. [default: DIR/manifest.json]")
+@click.option("--one-batch", is_flag=True, help="Exit with 1 unless all results are of one environment and source.")
+@_JSON
+@_DEBUG
+def manifest(folder: str, output: str | None, one_batch: bool, as_json: bool, debug: bool) -> int:  # noqa: ARG001
+    """Write DIR/manifest.json: of each result the SHA-256, status, command, revision and environment.
+
+    Results of unlike environments or sources are put into separate batches, never into one.
+    """
+    from mtb_core import dumps, write_json  # noqa: PLC0415  (help needs none of it)
+    from mtb_report.results import find_records  # noqa: PLC0415
+
+    from .manifest import make_manifest  # noqa: PLC0415
+
+    place = _folder(folder)
+    found = find_records([place])
+    # A manifest of an earlier call is no result.
+    kept = [record for record in found.records if record.kind != "evidence_manifest"]
+    document = make_manifest(place, type(found)(kept, found.unreadable), sys.argv)
+    if not document["results"] and not document["unreadable"]:
+        raise ConfigError(f"{place} holds no results.")
+    write_json(output or place / FILE, document)
+    if as_json:
+        click.echo(dumps(document, indent=2))
+    else:
+        _show(document)
+    if document["unreadable"]:
+        files = ", ".join(row["path"] for row in document["unreadable"])
+        raise CheckFailed(f"Results that cannot be read: {files}.")
+    if one_batch and not document["one_batch"]:
+        raise CheckFailed(
+            f"The results are of {len(document['batches'])} unlike environments or sources, and no one batch; the "
+            "manifest lists them apart."
+        )
+    return 0
+
+
+def _show(document: dict[str, Any]) -> None:
+    for number, batch in enumerate(document["batches"], 1):
+        source, place = batch["source"], batch["environment"]
+        cuda = (place.get("cuda") or {}).get("devices") or []
+        device = f"{len(cuda)} × {cuda[0]['name']}" if cuda else place.get("cpu_model") or "machine not known"
+        torch, revision = place.get("torch") or "not known", source.get("git_revision") or "not known"
+        dirty = " (changed files)" if source.get("git_dirty") else ""
+        click.echo(
+            f"Batch {number}: {len(batch['results'])} results; {device}, torch {torch}, revision {revision}{dirty}"
+        )
+        for entry in document["results"]:
+            if entry["batch"] == batch["id"]:
+                valid = {True: "valid", False: "not valid", None: "validity not known"}[entry["performance_valid"]]
+                status = entry["status"] or "status not known"
+                click.echo(f"  {entry['sha256'][:12]}  {status}, {valid}  {entry['path']}")
+    for entry in document["results"]:
+        if entry["batch"] is None:
+            click.echo(f"Put together of results: {entry['sha256'][:12]}  {entry['kind']}  {entry['path']}")
+    for row in document["unreadable"]:
+        click.echo(f"  cannot be read: {row['path']}")
+
+
+@evidence.command()
+@_DIR
+@click.option("--manifest", "file", metavar="FILE", help="The manifest. [default: DIR/manifest.json]")
+@_JSON
+@_DEBUG
+def verify(folder: str, file: str | None, as_json: bool, debug: bool) -> int:  # noqa: ARG001
+    """Check that the results in DIR are those of its manifest, byte by byte."""
+    from mtb_core import dumps  # noqa: PLC0415
+
+    from .manifest import check_manifest  # noqa: PLC0415
+
+    place = _folder(folder)
+    path = Path(file) if file is not None else place / FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. `mtb evidence manifest` writes it.") from error
+    if not isinstance(document, dict) or document.get("benchmark") != "evidence_manifest":
+        raise ConfigError(f"{path} is no manifest; `mtb evidence manifest` writes one.")
+    wrong = check_manifest(place, document)
+    if as_json:
+        click.echo(dumps({"results": len(document["results"]), "wrong": wrong}, indent=2))
+    elif not wrong:
+        click.echo(f"{len(document['results'])} results are as the manifest says.")
+    if wrong:
+        raise CheckFailed(f"Not as the manifest says: {'; '.join(wrong)}.")
+    return 0
+
+
+@evidence.command()
+@_DIR
+@_JSON
+@_DEBUG
+def audit(folder: str, as_json: bool, debug: bool) -> int:  # noqa: ARG001
+    """Search every file in DIR for host names, GPU UUIDs, proxies, credentials and home folders.
+
+    Text, also compressed, is searched, logs and traces too. What is found is named by file and kind, not repeated.
+    """
+    from mtb_core import audit_folder, dumps  # noqa: PLC0415
+
+    found = audit_folder(_folder(folder))
+    if as_json:
+        click.echo(dumps({"found": found}, indent=2))
+    elif not found:
+        click.echo("Nothing was found that must not be handed on.")
+    if found:
+        told = "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in found.items())
+        raise CheckFailed(f"Must not be handed on: {told}.")
+    return 0

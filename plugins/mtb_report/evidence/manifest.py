@@ -1,0 +1,102 @@
+"""A manifest of results: what there is, by digest, in batches of one environment and one source."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtb_core import provenance, redact
+from mtb_report.results import Found, Record
+
+SCHEMA_VERSION = 1
+
+#: Of an environment, what is a run's own setting and no property of the place.
+_SETTINGS = ("torch_threads", "variables")
+_COLLECTIONS = ("sweep", "comparison", "evidence_manifest", "megatron_matrix")
+_SOURCE = ("git_revision", "git_dirty", "git_diff_digest", "build_revision", "image_ref", "image_id", "base_image")
+
+
+def batch_key(record: Record) -> str | None:
+    """SHA-256 of where `record` was measured and from what source; equal for results that are of one batch.
+
+    None for what is not measured itself but put together of results: a sweep, a comparison.
+    """
+    if not record.environment and record.kind in _COLLECTIONS:
+        return None
+    return _digest({"environment": _place(record), "source": _source(record)})
+
+
+def make_manifest(folder: Path, found: Found, argv: Sequence[str]) -> dict[str, Any]:
+    """The manifest of the results `found` in `folder`; every key is described in ``docs/evidence.md``."""
+    entries = [_entry(folder, record) for record in found.records]
+    batches: dict[str, dict[str, Any]] = {}
+    for record, entry in zip(found.records, entries, strict=True):
+        if entry["batch"] is None:
+            continue
+        batch = batches.setdefault(
+            entry["batch"],
+            {"id": entry["batch"], "environment": _place(record), "source": _source(record), "results": []},
+        )
+        batch["results"].append(entry["path"])
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": "evidence_manifest",
+        "one_batch": len(batches) <= 1,
+        "batches": list(batches.values()),
+        "results": entries,
+        "unreadable": [{"path": _relative(folder, file), "reason": redact(why)} for file, why in found.unreadable],
+        "provenance": provenance(argv),
+    }
+
+
+def _entry(folder: Path, record: Record) -> dict[str, Any]:
+    return {
+        "path": _relative(folder, record.path),
+        "sha256": record.digest,
+        "kind": record.kind,
+        "label": record.label,
+        "status": record.status,
+        "execution_complete": record.execution_complete,
+        "performance_valid": record.performance_valid,
+        "performance_invalid_reasons": list(record.performance_invalid_reasons),
+        "command": record.provenance.get("command") or record.get("command"),
+        "git_revision": record.provenance.get("git_revision"),
+        "git_dirty": record.provenance.get("git_dirty"),
+        "provenance_complete": record.provenance.get("complete"),
+        "missing_fields": record.provenance.get("missing_fields"),
+        "environment": _digest(_place(record)),
+        "batch": batch_key(record),
+    }
+
+
+def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """What is no longer as `manifest` says, in words."""
+    wrong = []
+    for entry in manifest.get("results", ()):
+        try:
+            digest = hashlib.sha256((folder / entry["path"]).read_bytes()).hexdigest()
+        except OSError as error:
+            wrong.append(f"{entry['path']} cannot be read: {error.strerror}")
+            continue
+        if digest != entry["sha256"]:
+            wrong.append(f"{entry['path']} was changed")
+    return wrong
+
+
+def _place(record: Record) -> dict[str, Any]:
+    return {k: v for k, v in record.environment.items() if k not in _SETTINGS}
+
+
+def _source(record: Record) -> dict[str, Any]:
+    return {name: record.provenance.get(name) for name in _SOURCE}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _relative(folder: Path, file: Path) -> str:
+    return str(file.relative_to(folder)) if file.is_relative_to(folder) else file.name
