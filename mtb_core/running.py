@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import World
 from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
@@ -21,6 +22,7 @@ from mtb_core.launch.worker import Worker, alone, attach, external_launcher, wor
 from mtb_core.measure.audit import HOME_FOLDER, audit_folder
 from mtb_core.measure.environment import environment, provenance, redact
 from mtb_core.measure.result import Result
+from mtb_core.measure.validity import formal_obstacles
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
@@ -53,6 +55,8 @@ def run(
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
     planned = plan_run(config, registry, world)
     check_output(config)
+    if config.formal:
+        _check_formal()
     check_network(config)
     several_nodes = config.max_nodes > 1
     folder = None if external or several_nodes else make_run_folder(planned)
@@ -103,6 +107,12 @@ def _audited(result: Result, folder: Path | None) -> Result:
     )
     failed.write(place / "result.json")
     return failed
+
+
+def _check_formal() -> None:
+    obstacles = formal_obstacles(provenance(sys.argv))
+    if obstacles:
+        raise ConfigError(f"--formal cannot begin: {'; '.join(obstacles)}.")
 
 
 def reports_here() -> bool:

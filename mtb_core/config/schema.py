@@ -243,6 +243,12 @@ class TrainConfig:
         training=False,
     )
     output: str | None = setting(None, OUTPUT, "Write result.json here too.", metavar="FILE", training=False)
+    formal: bool = setting(
+        False,
+        OUTPUT,
+        "Begin only where the result could be published: clean tree, known revision, quiet machine.",
+        training=False,
+    )
     debug: bool = setting(False, OUTPUT, "Show tracebacks and the ranks' own logging.", training=False)
 
     no_plugin: tuple[str, ...] = setting(

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
-from mtb_core import TrainConfig, run
+from mtb_core import ConfigError, TrainConfig, run
 from mtb_core.measure.validity import (
     RankUse,
     Sample,
@@ -183,3 +183,11 @@ def test_a_busy_machine_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     (obstacle,) = formal_obstacles({"git_revision": "abc", "git_dirty": False, "build_revision": None})
     assert "load average 1000.0" in obstacle
+
+
+def test_a_formal_run_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything starts or is written."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    with pytest.raises(ConfigError, match=r"--formal cannot begin.*load average"):
+        run(TrainConfig(formal=True, run_dir=str(tmp_path / "run")), quiet=True)
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,11 +48,11 @@ def show(document: Mapping[str, Any], folder: Path) -> None:
     console.print(table)
     for found in document.get("largest_that_fits", ()):
         console.print(_largest(found), markup=False)
-    reasons = dict.fromkeys(reason for row in rows for reason in row["performance_invalid_reasons"])
+    reasons = _by_kind([reason for row in rows for reason in row["performance_invalid_reasons"]])
     if reasons:
-        console.print(f"{_NOT_VALID}: not valid; the raw values are in the JSON. Reasons seen:")
-        for reason in reasons:
-            console.print(f"  {reason}", markup=False)
+        console.print(f"{_NOT_VALID}: not valid; the raw values are in the JSON. Reasons seen, an example of each:")
+        for reason, count in reasons.items():
+            console.print(f"  {reason} ({count} of {len(rows)} cells)", markup=False)
     console.print(f"Results: {folder}", soft_wrap=True, markup=False)
 
 
@@ -85,6 +86,16 @@ def _largest(found: Mapping[str, Any]) -> str:
     where = "".join(f" {name}={value}" for name, value in found["labels"].items())
     end = "none that was tried is too large" if limit is None else f"{limit} is too large"
     return f"Largest {found['axis']} that fits{where}: {found['largest']} ({end})"
+
+
+def _by_kind(reasons: Sequence[str]) -> dict[str, int]:
+    """The first of the reasons that differ in their figures only, with how many there are."""
+    first: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for reason in reasons:
+        shown = first.setdefault(re.sub(r"\d+(?:\.\d+)?", "#", reason), reason)
+        counts[shown] = counts.get(shown, 0) + 1
+    return counts
 
 
 def _number(value: float | None, form: str) -> str:
