@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +71,8 @@ def _run(
         click.echo(dumps(shown, indent=2))
     elif found is not None and folder is not None:
         _show(result, found, folder)
+    else:
+        click.echo(f"The profiled run ended early: {result.exit_reason}; there is nothing to analyse.")
     if result.failure is not None:
         sys.stdout.flush()
         click.echo(f"mtb: error: {result.failure['text']}", err=True)
@@ -96,21 +97,16 @@ def profile_run(config: TrainConfig, plan: Schedule, *, quiet: bool = False) -> 
 
     # Kineto announces itself on stderr of every rank otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    result = run(attrs.evolve(config, output=None), quiet=quiet, plugins={"profile": partial(Recorder, plan)})
+    result = run(config, quiet=quiet, plugins={"profile": partial(Recorder, plan)})
     reasons = [NOT_VALID, *result.performance_invalid_reasons]
     result = attrs.evolve(
         result,
         benchmark="profile",
         performance_valid=False,
         performance_invalid_reasons=reasons,
-        config=_given_output(result, config),
     )
     folder = config.run_dir or result.run_dir
     return result, None if folder is None else Path(folder).expanduser()
-
-
-def _given_output(result: Result, config: TrainConfig) -> Mapping[str, Any]:
-    return {**result.config, "output": config.output}
 
 
 def _analysis(folder: Path | None, result: Result, *, mfu: bool, timeline: bool) -> Found | None:

@@ -82,7 +82,7 @@ def test_a_slow_rank_is_named(tmp_path, phase):
     assert (worst["rank"], worst["phase"]) == (1, phase)
     assert worst["excess_us"] / 1e3 == pytest.approx(SLEEP_MS, rel=0.15)
     assert found["verdict"] == "straggler-bound"
-    late = {row["rank"]: row["last"] for row in found["arrivals"]}
+    late = {row["rank"]: row["mean_lateness_us"] for row in found["arrivals"]}
     assert late[1] > late[0]
 
 
@@ -133,6 +133,7 @@ def test_a_run_that_fails(tmp_path):
     done = mtb("profile", *words, "--seq-length", "8", "--run-dir", tmp_path / "run", "--quiet")
     assert done.returncode == 3
     assert "boom on rank 1" in done.stderr
+    assert done.stdout == "The profiled run ended early: failed; there is nothing to analyse.\n"
     document = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (document["benchmark"], document["exit_reason"], document["performance_valid"]) == (
         "profile",
@@ -151,6 +152,7 @@ def test_a_run_that_fails(tmp_path):
         (["--profile-active", "0"], "--profile-active is 0; it must be at least 1"),
         (["--profile-wait", "-1"], "--profile-wait is -1; it must be at least 0"),
         (["--strategy", "dpp"], "Did you mean 'ddp'?"),
+        (["--output", "/proc/nowhere/x.json"], "--output /proc/nowhere/x.json cannot be written"),
     ],
 )
 def test_refusals(tmp_path, words, message):
