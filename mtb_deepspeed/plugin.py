@@ -44,6 +44,7 @@ def mtb_strategies() -> Sequence[StrategyInfo]:
             "mtb_deepspeed.strategy:DeepSpeedStrategy",
             plan,
             DeepSpeedOptions,
+            preload="mtb_deepspeed.engine:import_deepspeed",
         )
     ]
 

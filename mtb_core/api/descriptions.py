@@ -40,6 +40,8 @@ class StrategyInfo:
         plan: ``plan(options, config, world)``: torch-free and pure; raises `ConfigError` for what cannot be.
         options: its options class.
         legacy: kept for comparison and migration.
+        preload: ``"package.module:function"``: ``function(device)`` imports what the implementation needs; for whoever
+            forks many short runs from one process, as the conformance kit does. Empty: importing `impl` is enough.
     """
 
     name: str
@@ -48,6 +50,7 @@ class StrategyInfo:
     plan: Callable[[Any, TrainConfig, World], Plan]
     options: type = NoOptions
     legacy: bool = False
+    preload: str = ""
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import attrs
 
-from mtb_core.api.descriptions import DatasetInfo, ModelInfo, StrategyInfo
+from mtb_core.api.descriptions import DatasetInfo, ModelInfo, StrategyInfo, load_reference
 from mtb_core.api.options import parse_options
 from mtb_core.api.values import Plan, World
 from mtb_core.config import TrainConfig
@@ -161,6 +161,8 @@ class Lab:
         self._folder = tempfile.TemporaryDirectory(prefix="mtb-kit-", ignore_cleanup_errors=True)
         for module in (*_PRELOAD, self.info.impl.partition(":")[0]):
             importlib.import_module(module)
+        if self.info.preload:
+            load_reference(self.info.preload)(self.settings["device"])
         return self
 
     def __exit__(

@@ -98,7 +98,8 @@ class _Modes:
     def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
         prepared = yield
         for module in _all_modules(prepared):
-            module.register_forward_pre_hook(self._note)
+            if module is prepared.core or module is not prepared.module:  # an engine's shell has no mode of its own
+                module.register_forward_pre_hook(self._note)
         return prepared
 
     def _note(self, module: torch.nn.Module, _arguments: tuple[Any, ...]) -> None:
