@@ -5,6 +5,7 @@ The last line of defence: what is recorded has been cleaned before (see `environ
 
 from __future__ import annotations
 
+import functools
 import gzip
 import os
 import re
@@ -20,6 +21,7 @@ LIMIT_BYTES = 64 << 20
 
 _SECRET_NAME = re.compile(r"token|secret|passw|credential|api_?key|private_?key", re.IGNORECASE)
 HOME_FOLDER = "a home folder"
+HOST = "this host's name"
 _PATTERNS = (
     ("a GPU's UUID", re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}-[0-9a-f]{4}-", re.IGNORECASE)),
     ("a proxy", re.compile(r"\b(?:https?|all|ftp|no)_proxy[\"']?\s*[=:]\s*[\"']?[^\s\"',}]", re.IGNORECASE)),
@@ -45,7 +47,7 @@ def private_details(text: str, environ: Mapping[str, str] = os.environ) -> list[
     if HOME_FOLDER not in found and _home_in(text):
         found.append(HOME_FOLDER)
     if _host_in(text):
-        found.append("this host's name")
+        found.append(HOST)
     for name, value in environ.items():
         if len(value) < 8 or value not in text:
             continue
@@ -94,15 +96,30 @@ def _home_in(text: str) -> bool:
     return home.count("/") > 1 and re.search(rf"(?<![\w.~-]){re.escape(home)}(?=/|$|[\s:'\"])", text) is not None
 
 
+def hide_host(text: str) -> str:
+    """`text` without this host's name, long or short; see `_host_patterns` for what counts as it."""
+    for pattern in _host_patterns(socket.gethostname()):
+        text = pattern.sub("<host>", text)
+    return text
+
+
 def _host_in(text: str) -> bool:
-    """This host's name as a word; a name that is an ordinary word counts only where nothing but a host can stand."""
-    whole = socket.gethostname()
-    for name in {whole, whole.partition(".")[0]} - {"", "localhost"}:
+    return any(pattern.search(text) for pattern in _host_patterns(socket.gethostname()))
+
+
+@functools.lru_cache(maxsize=4)
+def _host_patterns(whole: str) -> tuple[re.Pattern[str], ...]:
+    """What finds the host's name as a word; a name that is an ordinary word only where nothing but a host can stand.
+
+    Otherwise on a host that is named "ddp", every result would tell its name.
+    """
+    out = []
+    for name in (whole, whole.partition(".")[0]):  # the long form first
         word = re.escape(name)
+        if name in ("", "localhost"):
+            continue
         if name.isalpha() or len(name) < 4:
-            pattern = rf"(?:@|://){word}\b|\b{word}:\d{{2,5}}\b|\"{word}\"(?!\s*:)"
+            out.append(re.compile(rf"(?<=@){word}\b|(?<=://){word}\b|\b{word}(?=:\d{{2,5}}\b)"))
         else:
-            pattern = rf"(?<![\w-]){word}(?![\w-])"
-        if re.search(pattern, text):
-            return True
-    return False
+            out.append(re.compile(rf"(?<![\w-]){word}(?![\w-])"))
+    return tuple(out)

@@ -21,6 +21,7 @@ from typing import Any
 
 from mtb_core.ranks.worker import available_cores
 
+from .audit import hide_host
 from .machine import governor, gpu_driver, gpu_topology, numa_nodes, sockets
 
 _LIBRARIES = ("numpy", "pluggy", "attrs", "click", "safetensors", "tokenizers", "triton", "deepspeed", "xxhash")
@@ -143,7 +144,8 @@ def in_container(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def redact(text: str) -> str:
-    """`text` without credentials in URLs, addresses, GPU UUIDs and home folders."""
+    """`text` without credentials in URLs, addresses, this host's name, GPU UUIDs and home folders."""
+    text = hide_host(text)
     text = _URL_CREDENTIALS.sub(f"{_HIDDEN}@", text)
     text = _GPU_UUID.sub("<gpu>", text)
     text = _PERHAPS_ADDRESS.sub(lambda found: "<address>" if _is_address(found[0]) else found[0], text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mtb_core import TrainConfig, hookimpl, load_config, run
+from mtb_core import TrainConfig, hookimpl, load_config, redact, run
 from mtb_core.measure.audit import audit_folder, private_details
 
 SIZE = {"seq_length": 8, "d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 64, "steps": 1, "warmup_steps": 0}
@@ -58,7 +58,8 @@ def test_ordinary_text_is_none(text: str) -> None:
         ("gpu-node-17.example.org", "gpu-node-17:29500", True),
         ("gpu-node-17", "gpu-node-170", False),
         ("vm", '{"vm": 1, "a": "some vm"}', False),
-        ("vm", '{"host": "vm"}', True),
+        ("vm", '{"strategy": "vm"}', False),
+        ("vm", "tcp at vm:29500", True),
         ("vm", "tcp://vm/", True),
         ("localhost", "localhost:29500", False),
     ],
@@ -67,6 +68,8 @@ def test_host_names(monkeypatch: pytest.MonkeyPatch, host: str, text: str, seen:
     """A host's name counts as a word; where it is an ordinary word, only where a host must be meant."""
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     assert (private_details(text, {}) == ["this host's name"]) is seen
+    assert private_details(redact(text), {}) == []
+    assert (redact(text) != text) is seen
 
 
 def test_values_of_secret_variables() -> None:

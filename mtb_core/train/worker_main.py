@@ -262,7 +262,7 @@ def base_fields(resolved: Any, folder: Path | None) -> dict[str, Any]:
     return {
         "run_dir": None if folder is None else redact(str(folder)),
         "strategy": config.strategy,
-        "strategy_options": attrs.asdict(resolved.options),
+        "strategy_options": redact_values(attrs.asdict(resolved.options)),
         "world_size": resolved.world.size,
         "precision": config.precision,
         "reduce_dtype": resolved.plan.reduce_dtype,

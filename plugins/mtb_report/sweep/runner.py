@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from mtb_core import ConfigError, provenance, write_json
+from mtb_core import ConfigError, provenance, redact, write_json
 from mtb_report.results import FIGURES, Record, metrics_of, read_record
 from mtb_report.training import Attempt, train
 
@@ -127,7 +127,7 @@ def _empty_row(cell: Cell) -> dict[str, Any]:
     return {
         "id": cell.id,
         "labels": dict(cell.labels),
-        "settings": dict(cell.settings),
+        "settings": {name: redact(v) if isinstance(v, str) else v for name, v in cell.settings.items()},
         "status": None,
         "failure_type": None,
         "reason": None,

@@ -222,6 +222,15 @@ def test_one_failure_does_not_stop_the_rest(tmp_path: Path, monkeypatch: pytest.
     assert [r.kind for r in found.records] == ["training", "training", "sweep"]
 
 
+def test_home_folders_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training gets the path as it is; sweep.json has it shortened."""
+    text = SEEDS.replace("[matrix]", "data = '/home/alice/text'\n[matrix]")
+    trainings = Trainings(axis="data")
+    run(tmp_path, text, trainings, monkeypatch)
+    assert set(trainings.asked) == {"/home/alice/text"}
+    assert "alice" not in (tmp_path / "out" / "sweep.json").read_text()
+
+
 def test_an_interrupted_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was run before Ctrl-C is kept, the cell it hit and the rest are run, nothing twice."""
     order = [cell.labels["seed"] for cell in plan(tmp_path, SEEDS).in_order()]
