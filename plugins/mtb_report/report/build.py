@@ -14,6 +14,7 @@ from .sections import (
     checks,
     communication,
     comparability,
+    comparisons,
     environment,
     failures,
     megatron,
@@ -33,6 +34,7 @@ _SECTIONS: tuple[Maker, ...] = (
     training.section,
     runs.trials,
     runs.sharding,
+    comparisons.section,
     failures.pressure,
     megatron.section,
     communication.section,
@@ -64,6 +66,7 @@ _KINDS = {
     "megatron_matrix",
     "conformance",
     "sweep",
+    "comparison",
 }
 
 

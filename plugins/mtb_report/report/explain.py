@@ -8,6 +8,7 @@ from mtb_report.results import Record
 
 from . import rules_measured
 from .findings import Explanation, Finding
+from .naming import label_of
 from .rules_common import common
 from .rules_training import training
 
@@ -30,4 +31,4 @@ def explained(record: Record) -> Explanation:
     """What the rules say of `record`; of a kind without rules of its own, what holds for all results."""
     rule = _KINDS.get(record.kind)
     own = list(rule(record)) if rule else []
-    return Explanation(f"{record.label}: {record.kind.replace('_', ' ')}", (*own, *common(record)))
+    return Explanation(f"{label_of(record)}: {record.kind.replace('_', ' ')}", (*own, *common(record)))

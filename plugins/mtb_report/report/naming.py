@@ -22,9 +22,14 @@ def named(records: Sequence[Record]) -> list[Named]:
     """All `records` in their order; where labels are alike, as much of the file's place follows as tells them apart."""
     alike: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        alike.setdefault((record.kind, record.label), []).append(record)
+        alike.setdefault((record.kind, label_of(record)), []).append(record)
     places = {id(r): p for group in alike.values() for r, p in zip(group, _places(group), strict=True)}
-    return [Named(_name(r.label, places[id(r)]), r) for r in records]
+    return [Named(_name(label_of(r), places[id(r)]), r) for r in records]
+
+
+def label_of(record: Record) -> str:
+    """What ran, on how many ranks; a comparison of two checkpoints has a number of ranks on each side, and no such name."""
+    return record.label if isinstance(record.get("world_size"), int | None) else record.kind
 
 
 def _name(label: str, place: str) -> str:

@@ -10,6 +10,7 @@ from mtb_report.results import Record
 from .cells import plural
 from .findings import Finding, known, text_of
 from .plots import size_text
+from .sections.checks import matches_of
 
 #: busbw that grows by more than this from the second largest size to the largest has not reached its limit.
 STILL_RISING = 0.1
@@ -102,13 +103,18 @@ def profile(record: Record) -> Iterator[Finding]:
 
 def checked(record: Record) -> Iterator[Finding]:
     """Checks that hold or do not: checkpoints, conformance, tensor parallelism."""
-    matches = record.get("matches")
-    if isinstance(matches, Mapping):
+    matches = matches_of(record.values)
+    if matches:
         unequal = [part for part, same in matches.items() if not same]
         said = "every part is equal" if not unequal else f"these differ: {', '.join(unequal)}"
         yield Finding(
             "unusual" if unequal else "meaning", "matches", f"Two checkpoints were compared part by part; {said}."
         )
+    if isinstance(record.get("ok"), bool):
+        fine = record.get("ok")
+        problems = [f"{p.get('file')}: {p.get('problem')}" for p in record.get("problems") or ()]
+        said = "every file is as it was published" if fine else f"it is damaged: {'; '.join(problems)}"
+        yield Finding("meaning" if fine else "unusual", "integrity", f"One checkpoint was verified; {said}.")
     if record.get("conformant") is not None:
         passed, failed = known(record, "passed") or 0, known(record, "failed") or 0
         yield Finding("unusual" if failed else "meaning", "conformance", f"Strategy {record.get('strategy')}: {passed:g} checks passed, {failed:g} failed.")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,20 +19,19 @@ PARTS = (("data", "data_time_ms"), ("forward and backward", "forward_backward_ms
 def of_training(rows: Sequence[Named]) -> list[Named]:
     """The training runs among `rows`: by work and strategy in the order in which they appear, then by ranks.
 
-    A run whose number of ranks is not known stays where it was found among its like.
+    Runs whose number of ranks is not known come last among their like.
     """
     runs = [row for row in rows if row.record.kind == "training"]
     groups: dict[Any, list[Named]] = {}
     for row in runs:
         key = (scaling.batch_folder(row.record), scaling.work_of(row.record), scaling.scheme_of(row.record))
         groups.setdefault(key, []).append(row)
-    return [row for group in groups.values() for row in _by_ranks(group)]
+    return [row for group in groups.values() for row in sorted(group, key=_ranks)]
 
 
-def _by_ranks(group: list[Named]) -> list[Named]:
-    if any(row.record.get("world_size") is None for row in group):
-        return group
-    return sorted(group, key=lambda row: row.record.get("world_size"))
+def _ranks(row: Named) -> float:
+    ranks = row.record.get("world_size")
+    return math.inf if ranks is None else ranks
 
 
 def interval(record: Record, figure: str) -> tuple[float, float, int] | None:

@@ -232,6 +232,12 @@ def test_checks() -> None:
     assert "1.0e-04, 2.0% of what is allowed" in sample("older/tensor_parallel.json")["error"][0]
 
 
+def test_a_damaged_checkpoint_is_unusual() -> None:
+    """One checkpoint that is not as it was published is named with its problem."""
+    assert "it is damaged: READY: it is missing" in sample("newer/verify-one.json")["integrity"][0]
+    assert sample("newer/verify-two.json")["matches"][0].endswith("these differ: rng.")
+
+
 def test_unequal_checkpoints_are_unusual() -> None:
     """The part that differs is named."""
     raw = json.loads((SAMPLES / "older/checkpoint_verification.json").read_text())

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from html import unescape
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -113,7 +114,11 @@ def test_everything_is_escaped() -> None:
     assert [tag for tag, _ in reader.tags].count("script") == 1
     assert not [tag for tag, _ in reader.tags if tag == "img"]
     assert not [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
-    assert text.count("\\frac{a}{b}$ {{ 1 }}") >= 25
+    assert EVIL in {attributes.get("data-sort") for _, attributes in reader.tags}
+    shown = unescape(text)
+    assert shown.count(f"<p>{EVIL}</p>") == shown.count(f"<li>{EVIL}</li>") - 1 == 1
+    for plot in [block for block in evil_report().sections[0].blocks if isinstance(block, Plot)]:
+        assert unescape(svg(plot, "p")).count(EVIL) == {"lines": 3, "points": 4, "bars": 3}[plot.kind]
 
 
 def test_series_of_a_plot_can_be_found() -> None:

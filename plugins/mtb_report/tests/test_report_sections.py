@@ -58,6 +58,9 @@ def column(made: Report, name: str, caption: str, title: str) -> list[str]:
         ("newer/trace.json", "profile"),
         ("newer/conformance.json", "conformance"),
         ("newer/sweep/sweep.json", "sweeps"),
+        ("newer/compare.json", "comparisons"),
+        ("newer/verify-one.json", "verification"),
+        ("newer/verify-two.json", "verification"),
     ],
 )
 def test_every_kind_has_its_section(file: str, name: str) -> None:
@@ -127,12 +130,12 @@ def test_rows_that_ran_out_of_memory_are_kept() -> None:
 def test_rows_without_a_number_do_not_disturb_the_order(tmp_path: Path) -> None:
     """Runs are in the order of ranks; null and nan neither vanish nor move the others."""
     raw = json.loads((SAMPLES / "newer/ddp-w2/result.json").read_text())
-    for name, ranks, loss in (("a", 8, 5.0), ("b", 2, None), ("c", 4, 5.1), ("d", 1, 5.2)):
+    for name, ranks, loss in (("a", 8, 5.0), ("b", 2, None), ("c", 4, 5.1), ("d", None, 5.3), ("e", 1, 5.2)):
         flag = {"loss_nonfinite": "nan"} if loss is None else {}
         (tmp_path / f"{name}.json").write_text(json.dumps({**raw, "world_size": ranks, "loss": loss, **flag}))
     made = build(find_records([tmp_path]), "x")
-    assert column(made, "training", "Throughput and scaling", "Ranks") == ["1", "2", "4", "8"]
-    assert column(made, "training", "Throughput and scaling", "Loss") == ["5.2000", "nan", "5.1000", "5.0000"]
+    assert column(made, "training", "Throughput and scaling", "Ranks") == ["1", "2", "4", "8", "unknown"]
+    assert column(made, "training", "Throughput and scaling", "Loss") == ["5.2000", "nan", "5.1000", "5.0000", "5.3000"]
 
 
 def test_efficiency_names_its_definition() -> None:
@@ -151,7 +154,7 @@ def test_confidence_is_shown_where_there_are_trials() -> None:
     """± is half the interval; an older file's is computed from its trials; a single trial has none."""
     made = report("older/ddp_2.json", "older/zero3_2.json", "newer/ddp-w2")
     shown = column(made, "training", "Throughput and scaling", "Tokens/s")
-    assert shown == ["72,000 ± 2,484", "20,000", "1,600 ± 40"]
+    assert shown == ["72,000 ± 2,484", "9,000", "1,600 ± 40"]
     assert column(made, "trials", "Spread over trials", "n") == ["3"] * 5
 
 
@@ -197,6 +200,27 @@ def test_cells_of_a_sweep_are_all_there() -> None:
     assert "888" not in text
 
 
+def test_checkpoints_that_differ_or_are_damaged_are_told() -> None:
+    """Parts that differ, and what is damaged, are named; older and newer documents stand in one table."""
+    made = report("newer/verify-two.json", "newer/verify-one.json", "older/checkpoint_verification.json")
+    caption = "The same training state?"
+    assert column(made, "verification", caption, "rng") == ["no", "yes"]
+    assert column(made, "verification", caption, "train state") == ["unknown", "yes"]
+    assert column(made, "verification", caption, "Exact") == ["no", "yes"]
+    assert column(made, "verification", "As it was published?", "Problems") == ["READY: it is missing"]
+
+
+def test_a_comparison_of_an_invalid_side_shows_no_ratio() -> None:
+    """The verdict's numbers are dashes where a side was not valid; differences are listed."""
+    found = find_records([SAMPLES / "newer/compare.json"])
+    raw = found.records[0].raw
+    bad = _record({**raw, "b": {**raw["b"], "performance_valid": False}})
+    made = build(type(found)([found.records[0], bad], []), "x")
+    assert column(made, "comparisons", "B against A", "Ratio") == ["1.0500", "-"]
+    assert column(made, "comparisons", "B against A", "CI low") == ["1.0200", "-"]
+    assert "strategy differs: ddp and fsdp" in markdown(made)
+
+
 def test_failures_name_the_first_cause() -> None:
     """A run that failed is listed with rank, step and first cause."""
     made = report("newer/crash-w2", "older/fault_tolerance.json")
@@ -221,6 +245,15 @@ def test_skipped_and_tiny_points_are_shown_as_they_are() -> None:
     assert last[-2:] == ["skipped", "not on this backend"]
     assert last[3] == "unknown"
     assert found.rows[0][6].text == "0.005"
+
+
+def test_wrong_elements_are_marked() -> None:
+    """A point with wrong elements is not like the others."""
+    found = find_records([SAMPLES / "newer/comm.json"])
+    points = [{**row, "wrong": 2} for row in found.records[0].raw["results"]]
+    made = build(type(found)([_record({**found.records[0].raw, "results": points})], []), "x")
+    shown = next(b for b in section(made, "communication").blocks if isinstance(b, Table)).rows[0][7]
+    assert (shown.text, shown.tone) == ("2", "bad")
 
 
 def test_the_timeline_of_a_profile_has_a_bar_for_each_rank_and_step() -> None:

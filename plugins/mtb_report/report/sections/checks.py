@@ -88,38 +88,76 @@ def _total(value: Any) -> int | None:
 
 
 def verification(rows: Sequence[Named]) -> Section | None:
-    """Whether two checkpoints hold the same state; those inside failure drills too."""
+    """Whether checkpoints are as they were published, and whether two hold the same state; those of drills too."""
     found = [(row.name, row.record.values) for row in rows if row.record.kind == "checkpoint_verification"]
     found += [
         (f"{row.name}: verification", row.record.get("verification"))
         for row in rows
         if row.record.kind == "fault_tolerance" and row.record.get("verification")
     ]
-    if not found:
-        return None
-    parts = list(dict.fromkeys(part for _, values in found for part in _matches(values)))
+    alone = [(name, values) for name, values in found if "exact_match" not in values]
+    compared = [(name, values) for name, values in found if "exact_match" in values]
+    blocks = [*([_compared(compared)] if compared else []), *([_integrity(alone)] if alone else [])]
+    return Section("verification", "Checkpoint verification", blocks) if blocks else None
+
+
+def _compared(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    parts = list(dict.fromkeys(part for _, values in found for part in matches_of(values)))
     out = [
         [
             cells.text(name),
             cells.code(_short(values.get("left"))),
             cells.code(_short(values.get("right"))),
-            *(cells.yes_no(_matches(values).get(part), good=True) for part in parts),
+            *(cells.yes_no(matches_of(values).get(part), good=True) for part in parts),
             cells.yes_no(values.get("exact_match"), good=True),
             cells.text(values.get("left_determinism_reason")),
+            cells.text("; ".join(values["reasons"]) or "none")
+            if isinstance(values.get("reasons"), list)
+            else cells.UNKNOWN,
         ]
         for name, values in found
     ]
-    titles = ["Verification", "Left", "Right", *(part.replace("_", " ") for part in parts), "Exact", "Determinism"]
-    note = "Equal: the parts' digests are the same on both sides. Exact: all of them are."
-    return Section("verification", "Checkpoint verification", [Table("The same training state?", [Column(t) for t in titles], out, notes=[note])])  # fmt: skip
+    titles = [
+        "Verification",
+        "Left",
+        "Right",
+        *(p.replace("_", " ") for p in parts),
+        "Exact",
+        "Determinism",
+        "Differences",
+    ]
+    note = "A part is equal if both sides hold the same to the bit. Exact: all parts are."
+    return Table("The same training state?", [Column(t) for t in titles], out, notes=[note])
 
 
-def _matches(values: Mapping[str, Any]) -> Mapping[str, bool]:
+def _integrity(found: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    out = []
+    for name, values in found:
+        problems = [
+            f"{p.get('file')}: {p.get('problem')}" for p in values.get("problems") or () if isinstance(p, Mapping)
+        ]
+        out.append(
+            [
+                cells.text(name),
+                cells.code(_short(values.get("path"))),
+                cells.of(values, "step", "d"),
+                cells.of(values, "files", ",d"),
+                cells.of(values, "size_bytes", ",d"),
+                cells.yes_no(values.get("ok"), good=True),
+                cells.text("; ".join(problems) or "none"),
+            ]
+        )
+    titles = ["Verification", "Checkpoint", "Step", "Files", "Bytes", "Sound", "Problems"]
+    return Table("As it was published?", [Column(t, numeric=t in ("Step", "Files", "Bytes")) for t in titles], out)
+
+
+def matches_of(values: Mapping[str, Any]) -> Mapping[str, bool]:
+    """Whether each part of two checkpoints is equal, by name."""
     found = values.get("matches")
     if isinstance(found, Mapping):
         return found
     sections = values.get("sections") or {}
-    return {name: bool(part.get("matches")) for name, part in sections.items() if isinstance(part, Mapping)}
+    return {name: bool(part.get("exact")) for name, part in sections.items() if isinstance(part, Mapping)}
 
 
 def _short(path: str | None) -> str | None:

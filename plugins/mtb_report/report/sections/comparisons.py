@@ -1,0 +1,62 @@
+"""Comparisons of two runs: ratio, interval, verdict, and what was unlike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtb_report.report import cells
+from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table
+from mtb_report.report.naming import Named
+
+
+def section(rows: Sequence[Named]) -> Section | None:
+    """One row for each comparison; its warnings and differences below."""
+    found = [row for row in rows if row.record.kind == "comparison"]
+    if not found:
+        return None
+    out = []
+    said: list[str] = []
+    for row in found:
+        values = row.record.values
+        a, b = _side(values, "a"), _side(values, "b")
+        low, high = values.get("ratio_interval") or (None, None)
+        n = values.get("n") or (None, None)
+        seen = values.get("seen_from_percent")
+        out.append(
+            [
+                cells.text(row.name),
+                cells.text(a.get("label")),
+                cells.text(b.get("label")),
+                cells.text(values.get("metric")),
+                _unless_invalid(a, b, cells.number(values.get("ratio"), ".4f")),
+                _unless_invalid(a, b, cells.number(low, ".4f")),
+                _unless_invalid(a, b, cells.number(high, ".4f")),
+                _unless_invalid(a, b, cells.percent(None if seen is None else seen / 100)),
+                cells.text(f"{n[0]} and {n[1]}"),
+                cells.text(values.get("verdict")),
+            ]
+        )
+        said += [f"{row.name}: {text}" for text in (*_texts(values, "warnings"), *_texts(values, "notes"))]
+        unlike = [d for d in values.get("differences") or () if isinstance(d, Mapping)]
+        said += [f"{row.name}: {d.get('name')} differs: {d.get('a')} and {d.get('b')}" for d in unlike]
+    titles = ["Comparison", "A", "B", "Figure", "Ratio", "CI low", "CI high", "Seen from", "Trials", "Verdict"]
+    numeric = {"Ratio", "CI low", "CI high", "Seen from"}
+    notes = [
+        "Ratio: speed of B over speed of A, above 1 is faster. Seen from: the smallest effect that these trials would show."
+    ]
+    blocks: list[Block] = [Table("B against A", [Column(t, numeric=t in numeric) for t in titles], out, notes=notes)]
+    return Section("comparisons", "Comparisons", [*blocks, *([Listing(said)] if said else [])])
+
+
+def _side(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _unless_invalid(a: Mapping[str, Any], b: Mapping[str, Any], cell: Cell) -> Cell:
+    return cells.NOT_VALID if False in (a.get("performance_valid"), b.get("performance_valid")) else cell
+
+
+def _texts(values: Mapping[str, Any], name: str) -> list[str]:
+    return [str(text) for text in values.get(name) or ()]
