@@ -10,7 +10,7 @@ import attrs
 from mtb_core import percentile
 
 from .analysis import Analysis
-from .stragglers import Straggler
+from .stragglers import CONSTANCY, Straggler
 
 Bound = Literal["compute-bound", "communication-bound", "data-bound", "host-bound", "straggler-bound", "undetermined"]
 
@@ -154,8 +154,8 @@ def _share_evidence(s: Shares, analysis: Analysis) -> list[str]:
         out.append(f"Computation hides {hidden:.0%} of the communication.")
     if s.waiting > NORMAL_WAIT and not analysis.stragglers:
         out.append(
-            f"Ranks wait for each other for {s.waiting:.1%} of the time (normal: below {NORMAL_WAIT:.0%}), but no rank is "
-            "the slow one in most steps: they are disturbed in turn, by other programs perhaps."
+            f"Ranks wait for each other for {s.waiting:.1%} of the time (normal: below {NORMAL_WAIT:.0%}), but none is slower "
+            f"than the others in {CONSTANCY:.0%} of the steps: they are disturbed in turn, by other programs perhaps."
         )
     return out
 

@@ -80,6 +80,7 @@ def test_a_straggler_is_constant_and_matters():
     assert find(fast, fast, [54, 54, 54, 54]) == []
     assert find(fast, fast, [60, 60, 40, 40]) == []
     assert find(fast, fast, [50, 50, 50, 990]) == []
+    assert find([50] * 5, [50] * 5, [80, 80, 80, 40, 40]) == []
     assert find(fast) == []
 
 
