@@ -158,7 +158,7 @@ def _dress(axes: Axes, plot: Plot) -> None:
         height, label = plot.reference
         axes.axhline(height, color=_MUTED, linewidth=1.0, linestyle="--")
         axes.annotate(label, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8, color=_MUTED)  # fmt: skip
-    axes.tick_params(length=0)
+    axes.tick_params(which="both", length=0)
 
 
 def _rank_axis(axes: Axes, series: Sequence[Series]) -> None:

@@ -93,7 +93,7 @@ def _gaps(rows: Sequence[Named]) -> list[str]:
         out.append(f"{plural(incomplete, 'result')} of {len(rows)} lack part of their provenance")
     once = [row for row in rows if row.record.kind == "training" and (row.record.get("repeat_count") or 1) < 2]
     if once:
-        out.append(f"{plural(len(once), 'training run')} had a single trial: their noise is not known")
+        out.append(f"{plural(len(once), 'training run')} had a single trial, so the noise is not known")
     return out
 
 

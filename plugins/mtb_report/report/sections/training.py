@@ -16,7 +16,7 @@ from .training_plots import plots_of
 EFFICIENCY = (
     "Efficiency: strong scaling T1 / (n · Tn) where the global batch is that of the run on one rank; weak scaling, "
     "throughput per rank over that of one rank, where the batch per rank is. A strategy without a run on one rank is set "
-    "against that of `single`. T is the time of a step, n the number of ranks."
+    "against that of strategy single. T is the time of a step, n the number of ranks."
 )
 _RATE = "Tokens/s: valid tokens of the global batch; ± is half the 95% confidence interval over independent trials."
 _TIMES = "Times are means over the measured steps of the maximum over ranks; memory is the maximum over ranks."
