@@ -72,11 +72,20 @@ _KINDS = {
 
 def build(found: Found, title: str) -> Report:
     """The report of all that was found; a section without content is left out."""
-    found = sound(found)
+    found = sound(found, _alone)
     rows = named(found.records)
-    sections = [section for make in _SECTIONS if (section := make(rows)) is not None]
+    sections = _sections(rows)
     rest = _files(rows, found.unreadable)
     return Report(title, _facts(found.records), [*sections, *([rest] if rest else [])])
+
+
+def _sections(rows: Sequence[Named]) -> list[Section]:
+    return [section for make in _SECTIONS if (section := make(rows)) is not None]
+
+
+def _alone(record: Record) -> None:
+    """Make everything that a report of this record alone would hold."""
+    _sections(named([record]))
 
 
 def _facts(records: Sequence[Record]) -> list[Fact]:

@@ -154,11 +154,11 @@ def explain(path: str, output: str | None, width: int, debug: bool) -> int:  # n
 
     from .explain import explained  # noqa: PLC0415
     from .prose import page  # noqa: PLC0415
-    from .soundness import fault_of  # noqa: PLC0415
+    from .soundness import fault_in  # noqa: PLC0415
 
     target = None if output is None else Path(output).expanduser()
     record = read_record(Path(path).expanduser())
-    fault = fault_of(record)
+    fault = fault_in(record, explained)
     if fault is not None:
         raise ConfigError(f"{record.path} cannot be explained: {fault}. Give a result that `mtb` wrote.")
     _deliver(page(explained(record), width), target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtb_report.results import FIGURES, Found, Record
@@ -50,11 +50,27 @@ _OBJECTS = {
 _LISTS = {"fits", "expert_token_counts", "requested_counts", "world_sizes", "largest_that_fits"}
 
 
-def sound(found: Found) -> Found:
-    """`found` with the records that have a fault moved to the unreadable ones, with the reason."""
-    faults = [(record, fault_of(record)) for record in found.records]
+def sound(found: Found, use: Callable[[Record], object]) -> Found:
+    """`found` with the records that have a fault, by `fault_in`, moved to the unreadable ones, with the reason."""
+    faults = [(record, fault_in(record, use)) for record in found.records]
     bad = [(record.path, fault) for record, fault in faults if fault is not None]
     return Found([record for record, fault in faults if fault is None], [*found.unreadable, *bad])
+
+
+def fault_in(record: Record, use: Callable[[Record], object]) -> str | None:
+    """Why `record` is of no use: `fault_of`, or what goes wrong when `use` works with it alone; None where all is well.
+
+    Values lie too deep in too many kinds of files to check each by name. One file that someone else wrote must not cost
+    the report of all others, and it is not passed over in silence either.
+    """
+    fault = fault_of(record)
+    if fault is not None:
+        return fault
+    try:
+        use(record)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return f"a value is not of the kind that a result of kind '{record.kind}' has: {error}"
+    return None
 
 
 def fault_of(record: Record) -> str | None:

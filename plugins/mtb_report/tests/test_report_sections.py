@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mtb_report.report.blocks import Plot, Report, Section, Table
 from mtb_report.report.build import build
 from mtb_report.report.markdown import markdown
 from mtb_report.report.terminal import terminal
-from mtb_report.results import find_records
+from mtb_report.results import Found, find_records, record_of
 
 SAMPLES = Path(__file__).parent / "test_report_samples"
 SNAPSHOT = ("single-w1", "ddp-w2", "busy-w2", "nan-w2")
@@ -76,13 +77,11 @@ def test_an_unknown_kind_is_listed() -> None:
     """A result of a kind without a section is named at the end with the reason."""
     found = find_records([SAMPLES / "newer/comm.json"])
     raw = {**found.records[0].raw, "benchmark": "plan"}
-    made = build(type(found)([_record(raw)], []), "x")
+    made = build(Found([_record(raw)], []), "x")
     assert column(made, "files", "1 file without a section", "Why") == ["kind 'plan' has no section"]
 
 
 def _record(raw: dict[str, Any]) -> Any:
-    from mtb_report.results import record_of
-
     return record_of(raw, path=Path("/x/plan.json"), digest="")
 
 
@@ -215,7 +214,7 @@ def test_a_comparison_of_an_invalid_side_shows_no_ratio() -> None:
     found = find_records([SAMPLES / "newer/compare.json"])
     raw = found.records[0].raw
     bad = _record({**raw, "b": {**raw["b"], "performance_valid": False}})
-    made = build(type(found)([found.records[0], bad], []), "x")
+    made = build(Found([found.records[0], bad], []), "x")
     assert column(made, "comparisons", "B against A", "Ratio") == ["1.0500", "-"]
     assert column(made, "comparisons", "B against A", "CI low") == ["1.0200", "-"]
     assert "strategy differs: ddp and fsdp" in markdown(made)
@@ -241,18 +240,21 @@ def test_skipped_and_tiny_points_are_shown_as_they_are() -> None:
     """A skipped point keeps its reason; a small bandwidth is not rounded to zero."""
     made = report("newer/comm.json")
     found = next(b for b in section(made, "communication").blocks if isinstance(b, Table))
-    last = [cell.text for cell in found.rows[-1]]
-    assert last[-2:] == ["skipped", "not on this backend"]
-    assert last[3] == "unknown"
-    assert found.rows[0][6].text == "0.005"
+    last = dict(zip([c.title for c in found.columns], [cell.text for cell in found.rows[-1]], strict=True))
+    assert (last["Status"], last["Reason"]) == ("skipped", "not on this backend")
+    assert (last["S"], last["mean ms"]) == ("0", "unknown")
+    assert [row[[c.title for c in found.columns].index("busbw GB/s")].text for row in found.rows[:2]] == [
+        "0.005",
+        "0.4",
+    ]
 
 
 def test_wrong_elements_are_marked() -> None:
     """A point with wrong elements is not like the others."""
     found = find_records([SAMPLES / "newer/comm.json"])
     points = [{**row, "wrong": 2} for row in found.records[0].raw["results"]]
-    made = build(type(found)([_record({**found.records[0].raw, "results": points})], []), "x")
-    shown = next(b for b in section(made, "communication").blocks if isinstance(b, Table)).rows[0][7]
+    made = build(Found([_record({**found.records[0].raw, "results": points})], []), "x")
+    shown = next(b for b in section(made, "communication").blocks if isinstance(b, Table)).rows[0][-3]
     assert (shown.text, shown.tone) == ("2", "bad")
 
 
@@ -291,7 +293,41 @@ def test_a_value_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
     assert column(made, "files", "1 file without a section", "Why") == [
         "'tokens_per_sec' is 'fast', but a number is expected"
     ]
+    (tmp_path / "bad.json").write_text(json.dumps({**raw, "collectives_per_step": {"all_reduce": "many"}}))
+    made_again = build(find_records([tmp_path]), "x")
+    why = column(made_again, "files", "1 file without a section", "Why")[0]
+    assert why.startswith("a value is not of the kind that a result of kind 'training' has: ")
     assert len(table(made, "training", "Throughput and scaling").rows) == 1
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a document; of lists the first two elements."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [None, "x", -1, [1], {}], ids=repr)
+@pytest.mark.parametrize("path", sorted(SAMPLES.rglob("*.json")), ids=lambda path: path.stem)
+def test_no_wrong_value_costs_the_report(path: Path, wrong: Any) -> None:
+    """Whatever single value of a file is replaced by one of another kind, the other file's rows are reported."""
+    other = _record(json.loads((SAMPLES / "newer/single-w1/result.json").read_text()))
+    text = path.read_text()
+    for place in places(json.loads(text)):
+        raw = json.loads(text)
+        *way, last = place
+        part = raw
+        for key in way:
+            part = part[key]
+        part[last] = wrong
+        try:
+            record = record_of(raw, path=path, digest="")
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue  # the reader of files refuses it
+        made = build(Found([record, other], []), "x")
+        assert "single ×1" in markdown(made), place
 
 
 def test_a_report_of_nothing_known_still_stands(tmp_path: Path) -> None:

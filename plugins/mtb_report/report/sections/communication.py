@@ -9,12 +9,14 @@ from mtb_report.report import cells
 from mtb_report.report.blocks import Block, Cell, Column, Plot, Section, Series, Table
 from mtb_report.report.naming import Named
 from mtb_report.report.plots import size_text
+from mtb_report.results import Record
 
 _DEFINITION = (
     "S, algbw = S / t and busbw = algbw × factor as nccl-tests defines them (all-reduce 2(n-1)/n; all-gather, "
-    "reduce-scatter, all-to-all, gather, scatter (n-1)/n; others 1); GB = 10^9 bytes. t is the mean over iterations of the "
-    "maximum over ranks. Bandwidth of one operation says nothing about another's."
+    "reduce-scatter, all-to-all, gather, scatter (n-1)/n; others 1); GB = 10^9 bytes. t is the mean over calls "
+    "of the maximum over ranks, n the number of ranks. Bandwidth of one operation says nothing about another's."
 )
+_TIMES = ("mean", "min", "p50", "p95", "max")
 
 
 def section(rows: Sequence[Named]) -> Section | None:
@@ -30,22 +32,8 @@ def section(rows: Sequence[Named]) -> Section | None:
 
 def _table(row: Named) -> Table:
     record = row.record
-    out = [
-        [
-            Cell(_operation(point), _operation(point)),
-            Cell(size_text(point["size_bytes"]), point["size_bytes"]) if point.get("size_bytes") else cells.UNKNOWN,
-            cells.text(point.get("world_size")),
-            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "mean", "sig")),  # type: ignore[misc]
-            cells.measured(record, lambda p=point: cells.of(p.get("time_ms") or {}, "p95", "sig")),  # type: ignore[misc]
-            cells.measured(record, lambda p=point: cells.of(p, "algbw_gb_per_sec", "sig")),  # type: ignore[misc]
-            cells.measured(record, lambda p=point: cells.of(p, "busbw_gb_per_sec", "sig")),  # type: ignore[misc]
-            _wrong(point),
-            cells.status(point.get("status")),
-            Cell("none", "", "muted") if not point.get("reason") else cells.text(point["reason"]),
-        ]
-        for point in record.rows
-    ]
-    titles = ["Operation", "S", "Ranks", "Mean ms", "p95 ms", "algbw GB/s", "busbw GB/s", "Wrong", "Status", "Reason"]
+    titles = ["Operation", "S", "Ranks", *(f"{name} ms" for name in _TIMES), "Calls", "algbw GB/s", "busbw GB/s", "Wrong", "Status", "Reason"]  # fmt: skip
+    out = [_row(record, point) for point in record.rows]
     text = {"Operation", "Status", "Reason"}
     where = ", ".join(
         str(part) for part in (record.get("backend"), record.get("device_name") or record.get("device")) if part
@@ -56,6 +44,23 @@ def _table(row: Named) -> Table:
         out,
         notes=[_DEFINITION],
     )  # fmt: skip
+
+
+def _row(record: Record, point: Mapping[str, Any]) -> list[Cell]:
+    size, times = point.get("size_bytes"), point.get("time_ms")
+    figures = [cells.of(times if isinstance(times, Mapping) else {}, name, "sig") for name in _TIMES]
+    rates = [cells.of(point, name, "sig") for name in ("algbw_gb_per_sec", "busbw_gb_per_sec")]
+    return [
+        Cell(_operation(point), _operation(point)),
+        cells.UNKNOWN if size is None else Cell(size_text(size), size),
+        cells.text(point.get("world_size")),
+        *(cells.measured(record, lambda cell=cell: cell) for cell in figures),  # type: ignore[misc]
+        cells.text(point.get("iterations")),
+        *(cells.measured(record, lambda cell=cell: cell) for cell in rates),  # type: ignore[misc]
+        _wrong(point),
+        cells.status(point.get("status")),
+        Cell("none", "", "muted") if not point.get("reason") else cells.text(point["reason"]),
+    ]
 
 
 def _operation(point: Mapping[str, Any]) -> str:
