@@ -10,17 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 import tomli_w
 
-from mtb_core import ConfigError, redact, redact_command
+from mtb_core import ConfigError, MtbError, redact, redact_command
 
 from .results import Record, read_record
 
+_STOPPED = 4  # the exit code of what was stopped on request
 #: How long a training that is told to stop may take to end its ranks, in seconds.
 GRACE_S = 20.0
 
@@ -31,6 +32,27 @@ _HOST_OOM = re.compile(
 )
 #: Where Linux counts processes that it killed for want of memory.
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/proc/vmstat")
+
+
+class Stopped(MtbError):
+    """This process was asked to end; the training that it waited for has been ended."""
+
+    exit_code = _STOPPED
+
+
+@contextlib.contextmanager
+def ending_on_request() -> Iterator[None]:
+    """While open, SIGTERM and SIGHUP raise `Stopped` where the process is, so that no training outlives it."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise Stopped(f"Stopped by {signal.Signals(number).name}.")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @attrs.frozen(kw_only=True)

@@ -108,6 +108,8 @@ def _read(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list[Rec
 
 
 def _measured(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list[Record]]:
+    from mtb_report.training import ending_on_request  # noqa: PLC0415
+
     from .interleaved import measure_pairs, read_settings  # noqa: PLC0415
 
     settings = read_settings(Path(a)), read_settings(Path(b))
@@ -119,9 +121,10 @@ def _measured(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list
         if not given["quiet"]:
             click.echo(text, err=True)
 
-    return measure_pairs(
-        *settings, pairs=given["pairs"], folder=folder, timeout_s=given["timeout_s"], on_progress=progress
-    )
+    with ending_on_request():
+        return measure_pairs(
+            *settings, pairs=given["pairs"], folder=folder, timeout_s=given["timeout_s"], on_progress=progress
+        )
 
 
 def _report(

@@ -30,8 +30,8 @@ _SETTINGS = (
 )  # fmt: skip
 _DEVICE = ("device", "device_name", "backend")
 _SOURCE = ("git_revision", "git_dirty", "git_diff_digest", "build_revision", "image_id")
-#: Of the environment, what changes from run to run on one machine.
-_PASSING = ("governor", "load")
+#: Of the environment, what a run sets for itself.
+_OWN = ("torch_threads", "variables")
 
 
 @attrs.frozen
@@ -67,9 +67,9 @@ def differences(a: Record, b: Record) -> list[Difference]:
             out += _unlike(group, name, _value(a, name), _value(b, name))
     for name in _SOURCE:
         out += _unlike(PLACE, name, a.provenance.get(name), b.provenance.get(name))
-    left = {k: v for k, v in a.environment.items() if k not in _PASSING}
-    right = {k: v for k, v in b.environment.items() if k not in _PASSING}
-    out += _unlike(PLACE, "environment", left, right)
+    for group, own in ((PLACE, False), (SETTING, True)):
+        left, right = ({k: v for k, v in r.environment.items() if (k in _OWN) is own} for r in (a, b))
+        out += _unlike(group, "environment", left, right)
     out += _unlike(PLACE, "plugins", _versions(a), _versions(b))
     return out
 

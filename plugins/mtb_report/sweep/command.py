@@ -67,6 +67,7 @@ def sweep(file: str, size: str | None, dry_run: bool, **given: Any) -> int:
 
 def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
     from mtb_core import dumps, write_json  # noqa: PLC0415
+    from mtb_report.training import ending_on_request  # noqa: PLC0415
 
     from .formal import check_formal, publish, staging_folder  # noqa: PLC0415
     from .runner import run_sweep  # noqa: PLC0415
@@ -76,7 +77,7 @@ def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
     if formal:
         check_formal(sys.argv)
     place = staging_folder(folder) if formal else folder
-    with _locked(place):
+    with _locked(place), ending_on_request():
         document = run_sweep(
             plan,
             place,

@@ -451,8 +451,9 @@ def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_ctrl_c_ends_the_training_too(tmp_path: Path) -> None:
-    """Exit code 130, no rank is left, and the interrupted cell is not recorded."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 4)])
+def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """The contract's exit code, no rank is left, and the interrupted cell is not recorded."""
     text = f"name = 's'\n{TINY}[matrix]\nsteps = [100000000]\n".replace("steps = 2\n", "")
     (tmp_path / "s.toml").write_text(text)
     words = [sys.executable, "-m", "mtb_core", "sweep", "s.toml", "--run-dir", "out"]
@@ -461,10 +462,12 @@ def test_ctrl_c_ends_the_training_too(tmp_path: Path) -> None:
         assert process.poll() is None
         os.sched_yield()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
+    (cell,) = (tmp_path / "out" / "cells").iterdir()
+    assert _processes_with(cell.name)
+    process.send_signal(number)
+    assert process.wait() == code
     assert not (tmp_path / "out" / "sweep.json").exists()
-    assert not _processes_with(str(tmp_path / "out"))
+    assert not _processes_with(cell.name)
 
 
 def _processes_with(word: str) -> list[str]:
