@@ -12,6 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from .blocks import Plot, Series
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ _INK, _MUTED, _GRID = "#010203", "#010204", "#010205"
 # Inches; the page scales the drawing to its column, so that these set the size of the text in it.
 _WIDTH, _HEIGHT = 5.4, 3.0
 _BARS_WIDTH, _BAR = 9.0, 0.26
+#: Nothing that is measured is larger, and matplotlib's arithmetic ends not far beyond.
+_FAR = 1e100
 #: Points that are closer than this share of the axes have one label.
 _TOO_CLOSE = 0.05
 _MARKERS = "osD^vPX*"
@@ -67,12 +71,44 @@ def svg(plot: Plot, name: str) -> str:
     import matplotlib as mpl  # noqa: PLC0415  (half a second that only reports with plots need)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
+    plot = _drawable(plot)
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=_size(plot), layout="constrained")
         axes = figure.add_subplot()
         {"lines": _lines, "points": _points, "bars": _bars}[plot.kind](axes, plot)
         _dress(axes, plot)
         return _embed(_rendered(figure), name)
+
+
+def _drawable(plot: Plot) -> Plot:
+    """`plot` with a gap where a point has no place: not finite, or not positive on a logarithmic axis.
+
+    Axes on which nothing is left are linear.
+    """
+    series = [_with_gaps(one, plot) for one in plot.series]
+    if any(not math.isnan(value) for one in series for value in one.y):
+        return attrs.evolve(plot, series=series)
+    return attrs.evolve(plot, series=series, x_scale="linear", y_scale="linear")
+
+
+def _with_gaps(series: Series, plot: Plot) -> Series:
+    def fits(value: float, scale: str) -> bool:
+        return (-_FAR if scale == "linear" else 1 / _FAR) < value < _FAR
+
+    def gapped(values: Sequence[float] | None) -> list[float] | None:
+        if values is None:
+            return None
+        return [v if here and fits(v, plot.y_scale) else math.nan for v, here in zip(values, places, strict=True)]
+
+    x = series.x if plot.kind != "bars" else [1.0] * len(series.y)
+    places = [fits(a, plot.x_scale) and fits(b, plot.y_scale) for a, b in zip(x, series.y, strict=True)]
+    return attrs.evolve(
+        series,
+        x=[a if here else math.nan for a, here in zip(x, places, strict=True)],
+        y=gapped(series.y) or [],
+        low=gapped(series.low),
+        high=gapped(series.high),
+    )
 
 
 def _size(plot: Plot) -> tuple[float, float]:
@@ -108,7 +144,7 @@ def _label_points(axes: Axes, plot: Plot) -> None:
     for index, series in enumerate(plot.series):
         for number, (x, y, label) in enumerate(zip(series.x, series.y, series.labels, strict=False), 1):
             place = ((x - left) / (right - left), (y - low) / (high - low))
-            if any(math.dist(place, other) < _TOO_CLOSE for other in labelled):
+            if math.isnan(x + y) or any(math.dist(place, other) < _TOO_CLOSE for other in labelled):
                 continue
             labelled.append(place)
             written = axes.annotate(label, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8, color=_MUTED)
@@ -163,7 +199,7 @@ def _dress(axes: Axes, plot: Plot) -> None:
 
 def _rank_axis(axes: Axes, series: Sequence[Series]) -> None:
     """One tick for each number of ranks that occurs, at equal ratios."""
-    ranks = sorted({x for one in series for x in one.x})
+    ranks = sorted({x for one in series for x in one.x if not math.isnan(x)})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, labels=[f"{n:g}" for n in ranks])
     axes.minorticks_off()

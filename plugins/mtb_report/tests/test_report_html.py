@@ -136,6 +136,22 @@ def test_series_of_a_plot_can_be_found() -> None:
     assert points.count('data-series="0"') == 3
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0, 0.0, 1e300])
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_any_number_can_be_drawn(value: float, scale: Any) -> None:
+    """A number without a place on its axis is a gap, alone or among others, and no error or warning."""
+    for values in ([value], [1.0, value, 2.0]):
+        ranks = [float(n) for n in range(1, len(values) + 1)]
+        lines = [Series("a", ranks, values, values, values), Series("b", values, ranks)]
+        for plot in (
+            Plot("t", "", "lines", "x", "y", lines, x_scale=scale, y_scale=scale, y_from_zero=scale == "linear"),
+            Plot("t", "", "lines", "x", "y", lines, x_scale="ranks", y_scale=scale),
+            Plot("t", "", "points", "x", "y", [Series("a", ranks, values, labels=["l"] * len(values))]),
+            Plot("t", "", "bars", "x", "y", [Series("a", (), values)], labels=["l"] * len(values)),
+        ):
+            assert svg(plot, "p").endswith("</svg>\n")
+
+
 def test_points_on_one_another_have_one_label() -> None:
     """Labels do not cover each other."""
     plot = Plot("t", "", "points", "x", "y", [Series("a", [1, 1.001, 9], [1, 1, 9], labels=["m", "n", "o"])])
