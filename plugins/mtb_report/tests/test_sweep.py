@@ -437,6 +437,18 @@ def test_a_real_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_a_cell_without_enough_memory(tmp_path: Path) -> None:
+    """A model larger than any address space is recorded as out of memory; that is an answer: exit code 0."""
+    text = f"name = 's'\n{TINY}[matrix]\nvocab_size = [{2**40}]\n".replace("d_model = 8", "d_model = 64")
+    (tmp_path / "s.toml").write_text(text)
+    done = mtb(tmp_path, "sweep", "s.toml", "--run-dir", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    (cell,) = json.loads(done.stdout)["cells"]
+    assert (cell["status"], cell["failure_type"], cell["exit_code"]) == ("oom", "host_oom", 3)
+    assert cell["figures"]["step_time_ms"] is None
+
+
+@pytest.mark.timeout(240)
 def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     """It and its ranks are ended, and recorded as a timeout."""
     text = f"name = 's'\n{TINY}[matrix]\nsteps = [100000000]\nnproc = [2]\nstrategy = ['ddp']\n".replace(
