@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from mtb_report.results import Record
 
-from . import rules_measured
+from . import rules_measured, rules_sets
 from .findings import Explanation, Finding
 from .naming import label_of
 from .rules_common import common
@@ -24,6 +24,11 @@ _KINDS: dict[str, Callable[[Record], Iterator[Finding]]] = {
     "tensor_parallel": rules_measured.checked,
     "tensor_parallel_mlp": rules_measured.checked,
     "sequence_parallel": rules_measured.checked,
+    "sweep": rules_sets.sweep,
+    "comparison": rules_sets.comparison,
+    "fault_tolerance": rules_sets.drill,
+    "megatron": rules_sets.megatron,
+    "megatron_matrix": rules_sets.megatron,
 }
 
 

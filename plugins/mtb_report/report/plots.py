@@ -193,7 +193,16 @@ def _dress(axes: Axes, plot: Plot) -> None:
     if plot.reference is not None:
         height, label = plot.reference
         axes.axhline(height, color=_MUTED, linewidth=1.0, linestyle="--")
-        axes.annotate(label, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8, color=_MUTED)  # fmt: skip
+        axes.annotate(
+            label,
+            (1.0, height),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=_MUTED,
+        )
     axes.tick_params(which="both", length=0)
 
 

@@ -35,7 +35,11 @@ def communication(record: Record) -> Iterator[Finding]:
         yield from _bandwidth(name, sorted(rows, key=lambda row: row["size_bytes"]))
     wrong = [row for row in record.rows if row.get("wrong")]
     if wrong:
-        yield Finding("unusual", "wrong", f"{plural(len(wrong), 'point')} gave wrong elements: do not use this backend before that is understood.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "wrong",
+            f"{plural(len(wrong), 'point')} gave wrong elements: do not use this backend before that is understood.",
+        )
     skipped = [row for row in record.rows if row.get("status") == "skipped"]
     if skipped:
         yield Finding(
@@ -45,13 +49,25 @@ def communication(record: Record) -> Iterator[Finding]:
 
 def _bandwidth(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     best = max(rows, key=lambda row: row["busbw_gb_per_sec"])
-    yield Finding("meaning", "best-busbw", f"{name}: at most {best['busbw_gb_per_sec']:.3g} GB/s busbw, at {size_text(best['size_bytes'])}.")  # fmt: skip
+    yield Finding(
+        "meaning",
+        "best-busbw",
+        f"{name}: at most {best['busbw_gb_per_sec']:.3g} GB/s busbw, at {size_text(best['size_bytes'])}.",
+    )
     if len(rows) > 1 and rows[-1]["busbw_gb_per_sec"] > rows[-2]["busbw_gb_per_sec"] * (1 + STILL_RISING):
-        yield Finding("next", "larger-sizes", f"{name}: bandwidth still rises at {size_text(rows[-1]['size_bytes'])}; measure larger messages (-e).")  # fmt: skip
+        yield Finding(
+            "next",
+            "larger-sizes",
+            f"{name}: bandwidth still rises at {size_text(rows[-1]['size_bytes'])}; measure larger messages (-e).",
+        )
     times = [row["time_ms"] for row in rows if isinstance(row.get("time_ms"), Mapping)]
     ratios = [t["p95"] / t["p50"] for t in times if t.get("p95") and t.get("p50")]
     if ratios and max(ratios) > UNSTABLE:
-        yield Finding("unusual", "unstable-times", f"{name}: the 95th percentile is up to {max(ratios):.1f} times the median; above {UNSTABLE} something disturbs it.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "unstable-times",
+            f"{name}: the 95th percentile is up to {max(ratios):.1f} times the median; above {UNSTABLE} something disturbs it.",
+        )
 
 
 def moe(record: Record) -> Iterator[Finding]:
@@ -59,19 +75,37 @@ def moe(record: Record) -> Iterator[Finding]:
     for point in record.rows or [record.values]:
         imbalance = point.get("load_imbalance_ratio")
         if imbalance:
-            yield Finding("meaning", "imbalance", f"The fullest expert got {imbalance:.2f} times the mean; all others wait for it.")  # fmt: skip
+            yield Finding(
+                "meaning",
+                "imbalance",
+                f"The fullest expert got {imbalance:.2f} times the mean; all others wait for it.",
+            )
             if imbalance > IMBALANCED:
-                yield Finding("unusual", "imbalanced", f"An imbalance of {imbalance:.2f} wastes {1 - 1 / imbalance:.0%} of the experts' time.")  # fmt: skip
-                yield Finding("next", "balance", "Try a balancing loss, another gate, or experts that choose (--routing expert).")  # fmt: skip
+                yield Finding(
+                    "unusual",
+                    "imbalanced",
+                    f"An imbalance of {imbalance:.2f} wastes {1 - 1 / imbalance:.0%} of the experts' time.",
+                )
+                yield Finding(
+                    "next", "balance", "Try a balancing loss, another gate, or experts that choose (--routing expert)."
+                )
         rate = point.get("drop_rate")
         if rate:
-            yield Finding("unusual", "drops", f"{rate:.1%} of the slots were dropped for want of capacity; those tokens skip that expert.")  # fmt: skip
+            yield Finding(
+                "unusual",
+                "drops",
+                f"{rate:.1%} of the slots were dropped for want of capacity; those tokens skip that expert.",
+            )
             yield Finding(
                 "next", "capacity", "Raise the capacity factor, and see what padding it costs: mtb moe sweep."
             )
         share = point.get("communication_share")
         if share is not None:
-            yield Finding("meaning", "moe-communication", f"Communication, waiting included, takes {share:.0%} of forward and backward.")  # fmt: skip
+            yield Finding(
+                "meaning",
+                "moe-communication",
+                f"Communication, waiting included, takes {share:.0%} of forward and backward.",
+            )
 
 
 def memory_pressure(record: Record) -> Iterator[Finding]:
@@ -79,10 +113,20 @@ def memory_pressure(record: Record) -> Iterator[Finding]:
     tier, peak, parameters = text_of(record, "tier"), known(record, "max_memory_mib"), known(record, "parameters")
     size = f" ({parameters:,} parameters)" if parameters else ""
     if record.status == "oom":
-        yield Finding("meaning", "does-not-fit", f"The {tier or 'unknown'} tier{size} does not fit with strategy {record.get('strategy')} at this batch size.")  # fmt: skip
-        yield Finding("next", "shard", "Shard more (fsdp, deepspeed stage 3), recompute activations, or take a smaller --batch-size.")  # fmt: skip
+        yield Finding(
+            "meaning",
+            "does-not-fit",
+            f"The {tier or 'unknown'} tier{size} does not fit with strategy {record.get('strategy')} at this batch size.",
+        )
+        yield Finding(
+            "next",
+            "shard",
+            "Shard more (fsdp, deepspeed stage 3), recompute activations, or take a smaller --batch-size.",
+        )
     elif peak:
-        yield Finding("meaning", "fits", f"The {tier or 'unknown'} tier{size} fits: the fullest rank peaked at {peak:,.0f} MiB.")  # fmt: skip
+        yield Finding(
+            "meaning", "fits", f"The {tier or 'unknown'} tier{size} fits: the fullest rank peaked at {peak:,.0f} MiB."
+        )
 
 
 def profile(record: Record) -> Iterator[Finding]:
@@ -96,7 +140,9 @@ def profile(record: Record) -> Iterator[Finding]:
     for row in document.get("stragglers") or ():
         share = row.get("share_of_step")
         extra = f", {share:.0%} of the step" if share is not None else ""
-        yield Finding("unusual", "straggler", f"Rank {row.get('rank')} is slower than the others in {row.get('phase')}{extra}.")  # fmt: skip
+        yield Finding(
+            "unusual", "straggler", f"Rank {row.get('rank')} is slower than the others in {row.get('phase')}{extra}."
+        )
     for advice in document.get("advice") or ():
         yield Finding("next", "advice", str(advice))
 
@@ -117,9 +163,17 @@ def checked(record: Record) -> Iterator[Finding]:
         yield Finding("meaning" if fine else "unusual", "integrity", f"One checkpoint was verified; {said}.")
     if record.get("conformant") is not None:
         passed, failed = known(record, "passed") or 0, known(record, "failed") or 0
-        yield Finding("unusual" if failed else "meaning", "conformance", f"Strategy {record.get('strategy')}: {passed:g} checks passed, {failed:g} failed.")  # fmt: skip
+        yield Finding(
+            "unusual" if failed else "meaning",
+            "conformance",
+            f"Strategy {record.get('strategy')}: {passed:g} checks passed, {failed:g} failed.",
+        )
         if record.get("complete") is False:
             yield Finding("next", "whole-kit", "Run the whole kit: a selection of the checks is no certificate.")
     worst, allowed = known(record, "grad_max_error"), known(record, "atol")
     if worst is not None and allowed:
-        yield Finding("meaning", "error", f"The largest error of a gradient is {worst:.1e}, {worst / allowed:.1%} of what is allowed.")  # fmt: skip
+        yield Finding(
+            "meaning",
+            "error",
+            f"The largest error of a gradient is {worst:.1e}, {worst / allowed:.1%} of what is allowed.",
+        )

@@ -69,9 +69,15 @@ def _certainty(record: Record) -> Iterator[Finding]:
         return
     if found is None:
         yield Finding(
-            "unusual", "single-trial", "There was a single trial, so the noise is not known: no difference to another run can be told from it."
-        )  # fmt: skip
-        yield Finding("next", "repeat", "Measure it again with --repeat 5; `mtb compare` then says how small a difference it can see.")  # fmt: skip
+            "unusual",
+            "single-trial",
+            "There was a single trial, so the noise is not known: no difference to another run can be told from it.",
+        )
+        yield Finding(
+            "next",
+            "repeat",
+            "Measure it again with --repeat 5; `mtb compare` then says how small a difference it can see.",
+        )
         return
     low, high, count = found
     share = (high - low) / 2 / rate
@@ -81,7 +87,11 @@ def _certainty(record: Record) -> Iterator[Finding]:
         f"Over {count} independent trials the mean throughput is known to ±{share:.1%} (95% confidence); a smaller difference to another run means nothing.",
     )
     if share > WIDE_INTERVAL:
-        yield Finding("unusual", "wide-interval", f"That interval is wide: ±{share:.1%}; trials of a quiet machine agree within {WIDE_INTERVAL:.0%}.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "wide-interval",
+            f"That interval is wide: ±{share:.1%}; trials of a quiet machine agree within {WIDE_INTERVAL:.0%}.",
+        )
         yield Finding("next", "more-trials", "Take more trials or more steps, and look for other work on the machine.")
 
 
@@ -97,13 +107,27 @@ def _parts(record: Record) -> Iterator[Finding]:
         f"Of the step, {passes / whole:.0%} is forward and backward with the synchronisation of gradients, {optimizer / whole:.0%} the optimizer, {data / whole:.1%} waiting for data.",
     )
     if data / whole > DATA_SHARE:
-        yield Finding("unusual", "data-wait", f"Waiting for data takes {data / whole:.1%} of the step; below {DATA_SHARE:.0%} is normal.")  # fmt: skip
-        yield Finding("next", "data-path", "Run the same with --data synthetic: if it is faster, the data path is what to repair first.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "data-wait",
+            f"Waiting for data takes {data / whole:.1%} of the step; below {DATA_SHARE:.0%} is normal.",
+        )
+        yield Finding(
+            "next",
+            "data-path",
+            "Run the same with --data synthetic: if it is faster, the data path is what to repair first.",
+        )
     if optimizer / whole > OPTIMIZER_SHARE:
         yield Finding(
-            "unusual", "optimizer-share", f"The optimizer takes {optimizer / whole:.0%} of the step, which is much: the batch is small for this model."
-        )  # fmt: skip
-        yield Finding("next", "larger-batch", "Try a larger --batch-size or more --grad-accum-steps: the optimizer's time is paid once a step.")  # fmt: skip
+            "unusual",
+            "optimizer-share",
+            f"The optimizer takes {optimizer / whole:.0%} of the step, which is much: the batch is small for this model.",
+        )
+        yield Finding(
+            "next",
+            "larger-batch",
+            "Try a larger --batch-size or more --grad-accum-steps: the optimizer's time is paid once a step.",
+        )
     if gap / whole > GAP_SHARE:
         yield Finding(
             "unusual",
@@ -125,7 +149,7 @@ def _memory(record: Record) -> Iterator[Finding]:
     plain = record.get("strategy") in _UNSHARDED and not (record.get("strategy_options") or {}).get("zero1")
     if parameters and plain and kind == "cuda_allocated" and setting(record, "optimizer") in (None, "adamw"):
         state = parameters * ADAMW_BYTES / 2**20
-        text += f" Weights, gradients and AdamW's moments in fp32 are {state:,.0f} MiB of it; the rest is activations and buffers."  # fmt: skip
+        text += f" Weights, gradients and AdamW's moments in fp32 are {state:,.0f} MiB of it; the rest is activations and buffers."
     yield Finding("meaning", "memory", text)
 
 
@@ -150,23 +174,41 @@ def _mfu(record: Record) -> Iterator[Finding]:
             yield Finding("meaning", "mfu", f"How much of the device's peak was used (MFU) is not known: {reason}.")
         return
     convention = text_of(record, "flops_convention")
-    yield Finding("meaning", "mfu", f"The model's own arithmetic used {share:.1%} of the devices' peak (MFU{f', {convention} convention' if convention else ''}).")  # fmt: skip
+    yield Finding(
+        "meaning",
+        "mfu",
+        f"The model's own arithmetic used {share:.1%} of the devices' peak (MFU{f', {convention} convention' if convention else ''}).",
+    )
     if share > 1:
-        yield Finding("unusual", "mfu-above-one", f"An MFU of {share:.0%} cannot be: the peak or the count of FLOPs is wrong.")  # fmt: skip
+        yield Finding(
+            "unusual", "mfu-above-one", f"An MFU of {share:.0%} cannot be: the peak or the count of FLOPs is wrong."
+        )
 
 
 def _loss(record: Record) -> Iterator[Finding]:
     first, last = known(record, "loss_first"), known(record, "loss")
     flag = record.get("loss_nonfinite") or record.get("loss_first_nonfinite")
     if flag:
-        yield Finding("unusual", "loss-not-finite", f"The loss was {flag}: the training is broken from there on, and its speed tells nothing.")  # fmt: skip
-        yield Finding("next", "find-nonfinite", "Find the step in the metrics lines (`nonfinite`); lower --learning-rate, set --max-grad-norm, or try --precision fp32.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "loss-not-finite",
+            f"The loss was {flag}: the training is broken from there on, and its speed tells nothing.",
+        )
+        yield Finding(
+            "next",
+            "find-nonfinite",
+            "Find the step in the metrics lines (`nonfinite`); lower --learning-rate, set --max-grad-norm, or try --precision fp32.",
+        )
         return
     if first is None or last is None:
         return
     yield Finding("meaning", "loss", f"The loss went from {first:.4f} at its first step to {last:.4f} at its last.")
     if last > first:
-        yield Finding("unusual", "loss-rises", f"The loss rose by {last - first:.3f}: the training does not learn at these settings.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "loss-rises",
+            f"The loss rose by {last - first:.3f}: the training does not learn at these settings.",
+        )
         yield Finding("next", "lower-rate", "Try a lower --learning-rate, or a warm-up of it (--lr-warmup-steps).")
     vocabulary = setting(record, "vocab_size")
     fresh = not (record.get("runtime") or {}).get("resumed") and setting(record, "model") == "gpt"
@@ -182,22 +224,38 @@ def _gradients(record: Record) -> Iterator[Finding]:
     mean, highest = known(record, "grad_norm"), known(record, "grad_norm_max")
     clipped, skipped, steps = (known(record, name) for name in ("clipped_steps", "skipped_steps", "steps"))
     if mean and highest and highest > NORM_PEAK * mean:
-        yield Finding("unusual", "norm-peak", f"The gradient's norm reached {highest:.3g}, {highest / mean:.0f} times its mean {mean:.3g}: a spike.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "norm-peak",
+            f"The gradient's norm reached {highest:.3g}, {highest / mean:.0f} times its mean {mean:.3g}: a spike.",
+        )
     if clipped and steps and clipped / steps > 0.5:
         yield Finding(
-            "unusual", "much-clipping", f"{clipped:g} of {steps:g} steps were clipped: the threshold, not the learning rate, sets the size of the update."
-        )  # fmt: skip
+            "unusual",
+            "much-clipping",
+            f"{clipped:g} of {steps:g} steps were clipped: the threshold, not the learning rate, sets the size of the update.",
+        )
     if skipped:
-        yield Finding("unusual", "skipped", f"{skipped:g} steps made no update, because a loss or gradient was not finite.")  # fmt: skip
+        yield Finding(
+            "unusual", "skipped", f"{skipped:g} steps made no update, because a loss or gradient was not finite."
+        )
 
 
 def _protocol(record: Record) -> Iterator[Finding]:
     steps, warmup = known(record, "steps"), known(record, "warmup_steps")
     if steps is not None and steps < FEW_STEPS:
-        yield Finding("unusual", "few-steps", f"Only {steps:g} steps were measured; the mean of fewer than {FEW_STEPS} depends on chance.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "few-steps",
+            f"Only {steps:g} steps were measured; the mean of fewer than {FEW_STEPS} depends on chance.",
+        )
         yield Finding("next", "more-steps", "Measure at least 20 steps (--steps 20).")
     if warmup == 0 and not (record.get("runtime") or {}).get("resumed"):
-        yield Finding("unusual", "no-warmup", "There was no warm-up: the first step, with allocations and first communication, is in the mean.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "no-warmup",
+            "There was no warm-up: the first step, with allocations and first communication, is in the mean.",
+        )
         yield Finding("next", "warm-up", "Add --warmup-steps 5.")
 
 
@@ -207,21 +265,45 @@ def _runtime(record: Record) -> Iterator[Finding]:
         yield Finding("unusual", "restarts", f"The workers were restarted {runtime['restarts']} times after failures.")
     if runtime.get("resumed", runtime.get("resume")) and runtime.get("resume_deterministic") is False:
         reason = runtime.get("resume_determinism_reason")
-        yield Finding("unusual", "inexact-resume", f"It was resumed, but does not go on exactly as the interrupted run would have{f': {reason}' if reason else ''}.")  # fmt: skip
+        yield Finding(
+            "unusual",
+            "inexact-resume",
+            f"It was resumed, but does not go on exactly as the interrupted run would have{f': {reason}' if reason else ''}.",
+        )
 
 
 def _next(record: Record) -> Iterator[Finding]:
     strategy, ranks = record.get("strategy"), known(record, "world_size")
     if ranks and ranks > 1:
-        yield Finding("next", "one-rank", "For the scaling efficiency run the same on one rank (--nproc 1), and give both to `mtb report`.")  # fmt: skip
+        yield Finding(
+            "next",
+            "one-rank",
+            "For the scaling efficiency run the same on one rank (--nproc 1), and give both to `mtb report`.",
+        )
         if strategy not in (*_UNSHARDED, None):
-            yield Finding("next", "ddp-base", "Run the same with --strategy ddp: what memory is saved, and what it costs in time, is against that.")  # fmt: skip
+            yield Finding(
+                "next",
+                "ddp-base",
+                "Run the same with --strategy ddp: what memory is saved, and what it costs in time, is against that.",
+            )
         accumulated, mode = known(record, "gradient_accumulation_steps"), record.get("resolved_gradient_sync_mode")
         if accumulated and accumulated > 1 and mode == "every":
-            yield Finding("next", "sync-last", f"Gradients are synchronised after each of {accumulated:g} micro-batches; --gradient-sync-mode last does it once, for memory.")  # fmt: skip
-        yield Finding("next", "profile", f"To see how much communication is exposed, and which rank is waited for: mtb profile --strategy {strategy or 'NAME'} with the same options.")  # fmt: skip
+            yield Finding(
+                "next",
+                "sync-last",
+                f"Gradients are synchronised after each of {accumulated:g} micro-batches; --gradient-sync-mode last does it once, for memory.",
+            )
+        yield Finding(
+            "next",
+            "profile",
+            f"To see how much communication is exposed, and which rank is waited for: mtb profile --strategy {strategy or 'NAME'} with the same options.",
+        )
     elif ranks == 1:
-        yield Finding("next", "more-ranks", "Run the same on more ranks (--strategy ddp --nproc 2): this is the base of the scaling efficiency.")  # fmt: skip
+        yield Finding(
+            "next",
+            "more-ranks",
+            "Run the same on more ranks (--strategy ddp --nproc 2): this is the base of the scaling efficiency.",
+        )
 
 
 _RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (

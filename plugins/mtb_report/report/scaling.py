@@ -66,7 +66,11 @@ def work_of(record: Record) -> tuple[Any, ...]:
 def scheme_of(record: Record) -> tuple[Any, ...]:
     """How the work was spread over ranks."""
     options = record.get("strategy_options") or {}
-    return (record.get("strategy"), tuple(sorted((k, repr(v)) for k, v in options.items())), record.get("gradient_sync_mode"))  # fmt: skip
+    return (
+        record.get("strategy"),
+        tuple(sorted((k, repr(v)) for k, v in options.items())),
+        record.get("gradient_sync_mode"),
+    )
 
 
 def batch_folder(record: Record) -> Path:

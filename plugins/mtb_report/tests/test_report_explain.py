@@ -232,6 +232,67 @@ def test_checks() -> None:
     assert "1.0e-04, 2.0% of what is allowed" in sample("older/tensor_parallel.json")["error"][0]
 
 
+def test_sweep() -> None:
+    """Cells by outcome, the fastest valid one, and what fits; an invalid cell is not the fastest."""
+    said = sample("newer/sweep/sweep.json")
+    assert said["cells"] == ["The sweep has 4 cells: 2 success, 1 oom, 1 not run."]
+    assert said["fastest"] == ["The fastest valid cell is nproc=1 batch_size=4, with 1,000 tokens a second."]
+    assert said["largest"] == ["Of batch_size the largest that fits is 4; 64 does not."]
+    assert said["cells-not-valid"] == ["1 cell of 4 gave no valid measurement."]
+    assert "cell-failed" not in said
+    raw = json.loads((SAMPLES / "newer/sweep/sweep.json").read_text())
+    raw["cells"][0].update(status="timeout", reason="it took longer than 5 s.")
+    said_of_it = rules(raw)
+    assert said_of_it["cell-failed"] == "Cell nproc=1 batch_size=4 ended as timeout: it took longer than 5 s."
+    assert "retry" in said_of_it
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "text"),
+    [
+        ({}, "ratio", "B has 1.050 times the speed of A (95% confidence: 1.020 to 1.080). Verdict: faster."),
+        ({}, "seen-from", "A difference from 3.0% on would have been seen with these trials."),
+        ({"verdict": "undetermined", "ratio_interval": None}, "ratio", "B has 1.050 times the speed of A. Verdict: undetermined."),
+        ({"like": False}, "unlike", "A and B are unlike in more than a setting; see the differences in the file."),
+        ({"warnings": ["A is not valid."]}, "warning", "A is not valid."),
+    ],
+)  # fmt: skip
+def test_comparison(change: dict[str, Any], rule: str, text: str) -> None:
+    """The verdict with its interval, the effect that would be seen, and what speaks against it."""
+    raw = json.loads((SAMPLES / "newer/compare.json").read_text())
+    assert rules({**raw, **change})[rule] == text
+
+
+def test_what_a_comparison_without_a_verdict_needs() -> None:
+    """More trials are advised where nothing was seen, not where a difference was."""
+    raw = json.loads((SAMPLES / "newer/compare.json").read_text())
+    needed = {
+        v: "more-trials" in rules({**raw, "verdict": v}) for v in ("faster", "no difference seen", "undetermined")
+    }
+    assert needed == {"faster": False, "no difference seen": True, "undetermined": True}
+
+
+def test_drill() -> None:
+    """What was broken, how it ended, whether the training is the same."""
+    said = sample("older/fault_tolerance.json")
+    assert said["drill"] == [
+        "The drill was a rank crash of rank 1 at step 2; it ended as recovered_exact, by manual_restart."
+    ]
+    assert said["drill-exact"] == ["The recovered training is the same as one without the crash, part by part."]
+    raw = json.loads((SAMPLES / "older/fault_tolerance.json").read_text())
+    raw["failure_handling"][0].update(checkpoint_unchanged=False, status="lost")
+    raw["verification"]["exact_match"] = False
+    assert unusual(raw) >= {"checkpoint-harmed", "drill", "drill-exact"}
+
+
+def test_megatron() -> None:
+    """What was split, and that the bubble is theory; a matrix counts what succeeded."""
+    said = sample("older/megatron/records/tp1_pp2.json")
+    assert said["split"] == ["Ranks of each group: 1 for tensors, 2 for layers, 4 for data."]
+    assert said["bubble"] == ["By theory the pipeline idles 20% of the step, waiting to be filled and drained."]
+    assert sample("older/megatron/manifest.json")["matrix"] == ["1 of 1 configurations succeeded."]
+
+
 def test_a_damaged_checkpoint_is_unusual() -> None:
     """One checkpoint that is not as it was published is named with its problem."""
     assert "it is damaged: READY: it is missing" in sample("newer/verify-one.json")["integrity"][0]

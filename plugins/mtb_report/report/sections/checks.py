@@ -35,14 +35,31 @@ def tensor_parallel(rows: Sequence[Named]) -> Section | None:
                 cells.status(record.get("status")),
             ]
         )
-        errors += [[cells.text(row.name), cells.text(quantity), *_error(error, record.get("atol"))] for quantity, error in listed.items()]  # fmt: skip
+        errors += [
+            [cells.text(row.name), cells.text(quantity), *_error(error, record.get("atol"))]
+            for quantity, error in listed.items()
+        ]
     titles = ["Check", "Kind", "TP ranks", "Dtype", "Largest error", "Allowed", "Collectives", "Bytes", "Status"]
     text = {"Check", "Kind", "Dtype", "Status"}
     blocks: list[Block] = [
-        Table("Checks", [Column(t, numeric=t not in text) for t in titles], checks, notes=["Against the same layer on one process. Collectives and bytes are of one rank, all cases of the check together."]),
-    ]  # fmt: skip
+        Table(
+            "Checks",
+            [Column(t, numeric=t not in text) for t in titles],
+            checks,
+            notes=[
+                "Against the same layer on one process. Collectives and bytes are of one rank, all cases of the check together."
+            ],
+        ),
+    ]
     if errors:
-        columns = [Column("Check"), Column("Quantity"), Column("Absolute", numeric=True), Column("Relative", numeric=True), Column("Allowed", numeric=True), Column("Status")]  # fmt: skip
+        columns = [
+            Column("Check"),
+            Column("Quantity"),
+            Column("Absolute", numeric=True),
+            Column("Relative", numeric=True),
+            Column("Allowed", numeric=True),
+            Column("Status"),
+        ]
         blocks.append(Table("Errors by quantity", columns, errors))
     return Section("tensor-parallel", "Tensor parallelism", blocks)
 
@@ -187,10 +204,29 @@ def conformance(rows: Sequence[Named]) -> Section | None:
                 cells.status(verdict),
             ]
         )
-    titles = ["Strategy", "Options", "Distribution", "Version", "Ranks", "Passed", "Failed", "Skipped", "Kit", "torch", "Verdict"]  # fmt: skip
+    titles = [
+        "Strategy",
+        "Options",
+        "Distribution",
+        "Version",
+        "Ranks",
+        "Passed",
+        "Failed",
+        "Skipped",
+        "Kit",
+        "torch",
+        "Verdict",
+    ]
     blocks: list[Block] = [
-        Table("Certificates", [Column(t, numeric=t in ("Passed", "Failed", "Skipped")) for t in titles], certificates, notes=["A strategy is conformant when every check of the kit was run at every declared number of ranks, and none failed."])
-    ]  # fmt: skip
+        Table(
+            "Certificates",
+            [Column(t, numeric=t in ("Passed", "Failed", "Skipped")) for t in titles],
+            certificates,
+            notes=[
+                "A strategy is conformant when every check of the kit was run at every declared number of ranks, and none failed."
+            ],
+        )
+    ]
     failed = [
         [
             cells.text(row.name),

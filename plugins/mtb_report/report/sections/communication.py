@@ -32,7 +32,18 @@ def section(rows: Sequence[Named]) -> Section | None:
 
 def _table(row: Named) -> Table:
     record = row.record
-    titles = ["Operation", "S", "Ranks", *(f"{name} ms" for name in _TIMES), "Calls", "algbw GB/s", "busbw GB/s", "Wrong", "Status", "Reason"]  # fmt: skip
+    titles = [
+        "Operation",
+        "S",
+        "Ranks",
+        *(f"{name} ms" for name in _TIMES),
+        "Calls",
+        "algbw GB/s",
+        "busbw GB/s",
+        "Wrong",
+        "Status",
+        "Reason",
+    ]
     out = [_row(record, point) for point in record.rows]
     text = {"Operation", "Status", "Reason"}
     where = ", ".join(
@@ -43,7 +54,7 @@ def _table(row: Named) -> Table:
         [Column(t, numeric=t not in text) for t in titles],
         out,
         notes=[_DEFINITION],
-    )  # fmt: skip
+    )
 
 
 def _row(record: Record, point: Mapping[str, Any]) -> list[Cell]:

@@ -109,5 +109,7 @@ def _invalid(rows: Sequence[Named]) -> Table:
             ]
             for row in rows
         ],
-        notes=["In the other tables these rows have - in every column of performance: time, throughput, bandwidth, memory."],
-    )  # fmt: skip
+        notes=[
+            "In the other tables these rows have - in every column of performance: time, throughput, bandwidth, memory."
+        ],
+    )

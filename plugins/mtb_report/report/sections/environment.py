@@ -34,7 +34,20 @@ def _letter(number: int) -> str:
 
 
 def _environments(groups: Sequence[tuple[str, Sequence[Named]]]) -> Table:
-    columns = ["Environment", "Results", "Processor", "Cores", "GPUs", "Python", "torch", "CUDA", "NCCL", "Driver", "System", "Libraries"]  # fmt: skip
+    columns = [
+        "Environment",
+        "Results",
+        "Processor",
+        "Cores",
+        "GPUs",
+        "Python",
+        "torch",
+        "CUDA",
+        "NCCL",
+        "Driver",
+        "System",
+        "Libraries",
+    ]
     out = []
     for letter, rows in groups:
         known = rows[0].record.environment

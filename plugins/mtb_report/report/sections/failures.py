@@ -41,7 +41,19 @@ def _drills(rows: Sequence[Named]) -> Table | None:
         ]
     if not out:
         return None
-    titles = ["Drill", "Failure", "Rank", "At step", "Detected by", "Exit code", "Recovery", "By itself", "Checkpoint unharmed", "Resumed exactly", "Outcome"]  # fmt: skip
+    titles = [
+        "Drill",
+        "Failure",
+        "Rank",
+        "At step",
+        "Detected by",
+        "Exit code",
+        "Recovery",
+        "By itself",
+        "Checkpoint unharmed",
+        "Resumed exactly",
+        "Outcome",
+    ]
     return Table("Failure drills", [Column(t, numeric=t in ("Rank", "At step", "Exit code")) for t in titles], out)
 
 
@@ -119,10 +131,11 @@ def _plot(rows: Sequence[Named]) -> Plot | None:
     missing = len(rows) - len(known)
     return Plot(
         "Memory by tier and strategy",
-        "Peak MiB on the fullest rank." + (f" {missing} of {len(rows)} runs have no figure: see the tables." if missing else ""),
+        "Peak MiB on the fullest rank."
+        + (f" {missing} of {len(rows)} runs have no figure: see the tables." if missing else ""),
         "bars",
         "MiB",
         "",
         [Series("peak memory", (), [row.record.get("max_memory_mib") for row in known])],
         labels=[row.name for row in known],
-    )  # fmt: skip
+    )

@@ -44,7 +44,20 @@ def _runs(rows: Sequence[Named]) -> Table:
                 cells.yes_no(record.performance_valid, good=True),
             ]
         )
-    titles = ["Configuration", "TP", "PP", "DP", "Precision", "Tokens/s", "Step ms", "Memory MiB", "Pipeline bubble", "Megatron Core", "Status", "Valid"]  # fmt: skip
+    titles = [
+        "Configuration",
+        "TP",
+        "PP",
+        "DP",
+        "Precision",
+        "Tokens/s",
+        "Step ms",
+        "Memory MiB",
+        "Pipeline bubble",
+        "Megatron Core",
+        "Status",
+        "Valid",
+    ]
     text = {"Configuration", "Precision", "Megatron Core", "Status", "Valid"}
     notes = [
         "TP, PP, DP: ranks that split tensors, layers and data. Memory is all that was in use on the device, others' too.",

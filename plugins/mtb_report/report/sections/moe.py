@@ -10,7 +10,18 @@ from mtb_report.report.blocks import Cell, Column, Plot, Section, Series, Table
 from mtb_report.report.naming import Named
 from mtb_report.results import Record
 
-_PHASES = ("gate", "permute", "count_exchange", "dispatch", "expert", "combine", "unpermute", "combine_backward", "dispatch_backward", "backward")  # fmt: skip
+_PHASES = (
+    "gate",
+    "permute",
+    "count_exchange",
+    "dispatch",
+    "expert",
+    "combine",
+    "unpermute",
+    "combine_backward",
+    "dispatch_backward",
+    "backward",
+)
 
 
 def section(rows: Sequence[Named]) -> Section | None:
@@ -44,15 +55,31 @@ def _routing(points: Sequence[tuple[Named, Mapping[str, Any]]]) -> Table:
                 _capacity(point),
                 cells.of(point, "zipf_s", "g"),
                 cells.of(point, "total_tokens", ",d"),
-                cells.number(rate if rate is not None else dropped / slots if dropped is not None and slots else None, ".1%"),
+                cells.number(
+                    rate if rate is not None else dropped / slots if dropped is not None and slots else None, ".1%"
+                ),
                 cells.of(point, "dropped_tokens" if "dropped_tokens" in point else "tokens_dropped", ",d"),
                 cells.of(point, "load_imbalance_ratio", ".3f"),
                 cells.number(point.get("padding_waste"), ".1%"),
                 cells.of(point, "load_balance_loss", ".4f"),
                 cells.status(point.get("status")),
             ]
-        )  # fmt: skip
-    titles = ["Document", "Ranks", "Experts", "Top-k", "Capacity factor", "Zipf s", "Tokens", "Slots dropped", "Tokens lost", "Imbalance", "Padding", "Balance loss", "Check"]  # fmt: skip
+        )
+    titles = [
+        "Document",
+        "Ranks",
+        "Experts",
+        "Top-k",
+        "Capacity factor",
+        "Zipf s",
+        "Tokens",
+        "Slots dropped",
+        "Tokens lost",
+        "Imbalance",
+        "Padding",
+        "Balance loss",
+        "Check",
+    ]
     note = (
         "A slot is a token's claim on one expert; imbalance is the fullest expert's tokens over the mean; padding is the share "
         "that fixed shapes would send and compute in vain."
@@ -82,7 +109,14 @@ def _times(points: Sequence[tuple[Named, Mapping[str, Any]]]) -> Table:
         ]
         for row, point in points
     ]
-    titles = ["Document", *(name.replace("_", " ") for name in _PHASES), "forward and backward", "Communication", "Bytes", "Tokens/s"]  # fmt: skip
+    titles = [
+        "Document",
+        *(name.replace("_", " ") for name in _PHASES),
+        "forward and backward",
+        "Communication",
+        "Bytes",
+        "Tokens/s",
+    ]
     note = "Milliseconds, means over iterations of the maximum over ranks. Communication: its share of the time, waiting included."
     return Table("Time by phase", [Column(t, numeric=t != "Document") for t in titles], out, notes=[note])
 

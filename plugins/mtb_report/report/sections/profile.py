@@ -9,7 +9,12 @@ from mtb_report.report import cells
 from mtb_report.report.blocks import Block, Cell, Column, Listing, Plot, Section, Series, Table, Text
 from mtb_report.report.naming import Named
 
-_PARTS = (("compute", "compute_us"), ("exposed communication", "exposed_us"), ("memory", "memory_us"), ("idle", "idle_us"))  # fmt: skip
+_PARTS = (
+    ("compute", "compute_us"),
+    ("exposed communication", "exposed_us"),
+    ("memory", "memory_us"),
+    ("idle", "idle_us"),
+)
 #: Bars of a timeline; more cannot be told apart.
 _MOST_BARS = 64
 _MOST_OPERATORS = 10
@@ -46,7 +51,16 @@ def _of_one(name: str, document: Mapping[str, Any]) -> list[Block]:
             blocks.append(Listing(said))
     timeline = _timeline(name, ranks)
     blocks += [*([timeline] if timeline else []), _breakdown(name, ranks)]
-    blocks += [table for table in (_collectives(name, ranks), _stragglers(name, document), _losses(name, document), _operators(name, document)) if table is not None]  # fmt: skip
+    blocks += [
+        table
+        for table in (
+            _collectives(name, ranks),
+            _stragglers(name, document),
+            _losses(name, document),
+            _operators(name, document),
+        )
+        if table is not None
+    ]
     return blocks
 
 
@@ -75,7 +89,16 @@ def _timeline(name: str, ranks: Sequence[Mapping[str, Any]]) -> Plot | None:
 
 
 def _breakdown(name: str, ranks: Sequence[Mapping[str, Any]]) -> Table:
-    keys = ("span_us", "compute_us", "communication_us", "overlapped_us", "exposed_us", "memory_us", "idle_us", "waiting_us")  # fmt: skip
+    keys = (
+        "span_us",
+        "compute_us",
+        "communication_us",
+        "overlapped_us",
+        "exposed_us",
+        "memory_us",
+        "idle_us",
+        "waiting_us",
+    )
     out = [
         [
             cells.text(f"rank {rank.get('rank', 'unknown')}"),
@@ -85,7 +108,21 @@ def _breakdown(name: str, ranks: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for rank in ranks
     ]
-    titles = ["Rank", "Window", "Span", "Compute", "Communication", "Overlapped", "Exposed", "Memory", "Idle", "Waiting", "Compute %", "Exposed %", "Idle %"]  # fmt: skip
+    titles = [
+        "Rank",
+        "Window",
+        "Span",
+        "Compute",
+        "Communication",
+        "Overlapped",
+        "Exposed",
+        "Memory",
+        "Idle",
+        "Waiting",
+        "Compute %",
+        "Exposed %",
+        "Idle %",
+    ]
     note = "Milliseconds. Span = compute + exposed + memory + idle; exposed communication is what no computation hides; waiting is for other ranks."
     return Table(
         f"Breakdown of {name}", [Column(t, numeric=t not in ("Rank", "Window")) for t in titles], out, notes=[note]
@@ -115,7 +152,12 @@ def _collectives(name: str, ranks: Sequence[Mapping[str, Any]]) -> Table | None:
     if not out:
         return None
     titles = ["Rank", "Operation", "Dtype", "Count", "Bytes", "Time ms", "Transfer ms", "busbw GB/s"]
-    return Table(f"Collectives of {name}", [Column(t, numeric=t not in ("Rank", "Operation", "Dtype")) for t in titles], out, notes=["Transfer is the time from when the last rank had arrived."])  # fmt: skip
+    return Table(
+        f"Collectives of {name}",
+        [Column(t, numeric=t not in ("Rank", "Operation", "Dtype")) for t in titles],
+        out,
+        notes=["Transfer is the time from when the last rank had arrived."],
+    )
 
 
 def _stragglers(name: str, document: Mapping[str, Any]) -> Table | None:
@@ -132,7 +174,12 @@ def _stragglers(name: str, document: Mapping[str, Any]) -> Table | None:
     if not out:
         return None
     titles = ["Rank", "Phase", "Excess ms a step", "Of the step", "Slower steps"]
-    return Table(f"Stragglers of {name}", [Column(t, numeric=t.startswith(("Excess", "Of"))) for t in titles], out, notes=["By time of its own, not by time in collectives."])  # fmt: skip
+    return Table(
+        f"Stragglers of {name}",
+        [Column(t, numeric=t.startswith(("Excess", "Of"))) for t in titles],
+        out,
+        notes=["By time of its own, not by time in collectives."],
+    )
 
 
 def _losses(name: str, document: Mapping[str, Any]) -> Table | None:
@@ -163,5 +210,18 @@ def _operators(name: str, document: Mapping[str, Any]) -> Table | None:
     if not rows:
         return None
     heads = [key for key in rows[0] if key != "name"]
-    out = [[cells.text(row.get("name")), *(cells.text(row.get(key)) if not isinstance(row.get(key), float) else cells.of(row, key, ",.1f") for key in heads)] for row in rows]  # fmt: skip
-    return Table(f"Top operators of {name}", [Column("Operator"), *(Column(h.replace("_", " "), numeric=True) for h in heads)], out)  # fmt: skip
+    out = [
+        [
+            cells.text(row.get("name")),
+            *(
+                cells.text(row.get(key)) if not isinstance(row.get(key), float) else cells.of(row, key, ",.1f")
+                for key in heads
+            ),
+        ]
+        for row in rows
+    ]
+    return Table(
+        f"Top operators of {name}",
+        [Column("Operator"), *(Column(h.replace("_", " "), numeric=True) for h in heads)],
+        out,
+    )

@@ -87,7 +87,13 @@ def sharding(rows: Sequence[Named]) -> Section | None:
         )
     if not out:
         return None
-    columns = [Column("Run"), Column("Ranks", numeric=True), Column("Memory saved", numeric=True), Column("Step time", numeric=True), Column("DDP run")]  # fmt: skip
+    columns = [
+        Column("Run"),
+        Column("Ranks", numeric=True),
+        Column("Memory saved", numeric=True),
+        Column("Step time", numeric=True),
+        Column("DDP run"),
+    ]
     notes = [
         "Against the DDP run of the same work, batch, precision, device and number of ranks.",
         "Memory saved: 1 - M / M of DDP, where both mean the same by memory; negative is more memory.",
@@ -113,7 +119,9 @@ def state(rows: Sequence[Named]) -> Section | None:
             [
                 cells.text(row.name),
                 cells.yes_no(resumed),
-                Cell("not resumed", None, "muted") if resumed is False else cells.yes_no(runtime.get("resume_deterministic"), good=True),
+                Cell("not resumed", None, "muted")
+                if resumed is False
+                else cells.yes_no(runtime.get("resume_deterministic"), good=True),
                 cells.text(runtime.get("resume_determinism_reason")),
                 cells.code(_last_part(runtime.get("last_checkpoint"))),
                 cells.text(len(ready) if isinstance(ready, list) else ready),
@@ -122,12 +130,28 @@ def state(rows: Sequence[Named]) -> Section | None:
                 cells.of(row.record.values, "tokens_seen", ",d"),
                 cells.text(runtime.get("seed")),
             ]
-        )  # fmt: skip
+        )
     if not out:
         return None
-    titles = ["Run", "Resumed", "Exact", "Reason", "Last checkpoint", "Ready", "Restarts", "Global step", "Tokens seen", "Seed"]  # fmt: skip
+    titles = [
+        "Run",
+        "Resumed",
+        "Exact",
+        "Reason",
+        "Last checkpoint",
+        "Ready",
+        "Restarts",
+        "Global step",
+        "Tokens seen",
+        "Seed",
+    ]
     numeric = {"Ready", "Restarts", "Global step", "Tokens seen", "Seed"}
-    table = Table("State at the end", [Column(t, numeric=t in numeric) for t in titles], out, notes=["Exact: the run goes on bitwise as the interrupted one would have."])  # fmt: skip
+    table = Table(
+        "State at the end",
+        [Column(t, numeric=t in numeric) for t in titles],
+        out,
+        notes=["Exact: the run goes on bitwise as the interrupted one would have."],
+    )
     return Section("state", "Runtime state", [table])
 
 
@@ -161,7 +185,21 @@ def stability(rows: Sequence[Named]) -> Section | None:
                 cells.of(record.values, "eval_loss", ".4f"),
             ]
         )
-    titles = ["Run", "Schedule", "LR first", "LR last", "Norm mean", "Norm max", "Clipped above", "Clipped", "Skipped", "Not finite", "Loss first", "Loss last", "Eval loss"]  # fmt: skip
+    titles = [
+        "Run",
+        "Schedule",
+        "LR first",
+        "LR last",
+        "Norm mean",
+        "Norm max",
+        "Clipped above",
+        "Clipped",
+        "Skipped",
+        "Not finite",
+        "Loss first",
+        "Loss last",
+        "Eval loss",
+    ]
     text = {"Run", "Schedule", "Not finite"}
     notes = [
         "Norms are global, before clipping, over the measured steps. Clipped and skipped count steps.",

@@ -9,7 +9,11 @@ from mtb_report.report import cells
 from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table, Text
 from mtb_report.report.naming import Named
 
-_FIGURES = (("Tokens/s", "tokens_per_sec", ",.0f"), ("Step ms", "step_time_ms", ",.2f"), ("Memory MiB", "max_memory_mib", ",.0f"))  # fmt: skip
+_FIGURES = (
+    ("Tokens/s", "tokens_per_sec", ",.0f"),
+    ("Step ms", "step_time_ms", ",.2f"),
+    ("Memory MiB", "max_memory_mib", ",.0f"),
+)
 
 
 def section(rows: Sequence[Named]) -> Section | None:
@@ -57,7 +61,9 @@ def _figures(name: str, row: Named) -> Table:
         out.append(line)
     notes = []
     if scaling:
-        notes.append(f"Efficiency, {scaling} scaling, {row.record.get('efficiency_definition') or 'by an unknown definition'}; relative to the fewest ranks.")  # fmt: skip
+        notes.append(
+            f"Efficiency, {scaling} scaling, {row.record.get('efficiency_definition') or 'by an unknown definition'}; relative to the fewest ranks."
+        )
     if errors:
         against = " ".join(f"{key}={value}" for key, value in (row.record.get("error_against") or {}).items())
         notes.append(

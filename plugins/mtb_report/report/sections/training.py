@@ -100,7 +100,9 @@ def _step(runs: Sequence[Named]) -> Table:
         for row in runs
     ]
     note = "Milliseconds; forward and backward includes the synchronisation of gradients. A checkpoint's pause is not in the step."
-    return Table("Where a step's time goes", [Column("Run"), *(Column(n, numeric=True) for n in names)], table_rows, notes=[note])  # fmt: skip
+    return Table(
+        "Where a step's time goes", [Column("Run"), *(Column(n, numeric=True) for n in names)], table_rows, notes=[note]
+    )
 
 
 def _communication(runs: Sequence[Named]) -> Table:
@@ -122,7 +124,14 @@ def _communication(runs: Sequence[Named]) -> Table:
         ]
         for row in runs
     ]
-    columns = [Column("Run"), Column("Collectives a step"), Column("Bytes a step"), Column("MFU", numeric=True), Column("FLOPs convention"), Column("FLOPs a token", numeric=True)]  # fmt: skip
+    columns = [
+        Column("Run"),
+        Column("Collectives a step"),
+        Column("Bytes a step"),
+        Column("MFU", numeric=True),
+        Column("FLOPs convention"),
+        Column("FLOPs a token", numeric=True),
+    ]
     note = "Bytes are message sizes as nccl-tests defines them, on rank 0. MFU is unknown where the device's peak is."
     return Table("Communication and use of the device", columns, rows, notes=[note])
 
@@ -164,4 +173,9 @@ def _setup(runs: Sequence[Named]) -> Table:
                 cells.text(record.get("device_name") or record.get("device")),
             ]
         )
-    return Table("What was trained", columns, rows, notes=["Batches are in samples. Warm-up steps train, but are not in the averages."])  # fmt: skip
+    return Table(
+        "What was trained",
+        columns,
+        rows,
+        notes=["Batches are in samples. Warm-up steps train, but are not in the averages."],
+    )

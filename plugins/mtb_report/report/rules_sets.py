@@ -1,0 +1,140 @@
+"""Rules for results that are about several runs: sweeps, comparisons, failure drills, Megatron's configurations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mtb_report.results import Record
+
+from .cells import plural
+from .findings import Finding, known, text_of
+
+_FAILED = ("failed", "failed_parse", "timeout", "partial")
+
+
+def sweep(record: Record) -> Iterator[Finding]:
+    """How the cells ended, the fastest valid one, what fits."""
+    counts = Counter(str(cell.get("status") or "not run") for cell in record.rows)
+    listed = ", ".join(f"{count} {status.replace('_', ' ')}" for status, count in counts.items())
+    yield Finding("meaning", "cells", f"The sweep has {plural(len(record.rows), 'cell')}: {listed}.")
+    best = _fastest(record)
+    if best is not None:
+        rate = best["figures"]["tokens_per_sec"]
+        yield Finding(
+            "meaning", "fastest", f"The fastest valid cell is {_labels(best)}, with {rate:,.0f} tokens a second."
+        )
+    for fit in record.get("largest_that_fits") or ():
+        beyond = fit.get("first_that_does_not")
+        limit = f"{beyond} does not" if beyond is not None else "no larger one was tried"
+        yield Finding(
+            "meaning", "largest", f"Of {fit.get('axis')} the largest that fits is {fit.get('largest')}; {limit}."
+        )
+    for cell in record.rows:
+        if cell.get("status") in _FAILED:
+            reason = str(cell.get("reason") or cell.get("failure_type") or "no reason is recorded").rstrip(".")
+            yield Finding("unusual", "cell-failed", f"Cell {_labels(cell)} ended as {cell.get('status')}: {reason}.")
+    invalid = sum(cell.get("performance_valid") is False for cell in record.rows)
+    if invalid:
+        yield Finding(
+            "unusual", "cells-not-valid", f"{plural(invalid, 'cell')} of {len(record.rows)} gave no valid measurement."
+        )
+    if any(counts[status] for status in _FAILED):
+        yield Finding(
+            "next", "retry", "Look at the logs of the cells that failed, and run the sweep again with --retry."
+        )
+    if counts["not run"] and record.execution_complete is False:
+        yield Finding("next", "go-on", "Run the same command again: cells that were not run yet are.")
+
+
+def _fastest(record: Record) -> Mapping[str, Any] | None:
+    cells = [
+        cell
+        for cell in record.rows
+        if cell.get("performance_valid") is not False and (cell.get("figures") or {}).get("tokens_per_sec")
+    ]
+    return max(cells, key=lambda cell: cell["figures"]["tokens_per_sec"], default=None)
+
+
+def _labels(cell: Mapping[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in (cell.get("labels") or {}).items()) or str(cell.get("id"))
+
+
+def comparison(record: Record) -> Iterator[Finding]:
+    """The verdict, and how sure it is."""
+    verdict, ratio, interval = text_of(record, "verdict"), known(record, "ratio"), record.get("ratio_interval")
+    confidence, seen = known(record, "confidence"), known(record, "seen_from_percent")
+    if ratio is not None:
+        sure = ""
+        if interval and confidence:
+            sure = f" ({confidence:.0%} confidence: {interval[0]:.3f} to {interval[1]:.3f})"
+        yield Finding("meaning", "ratio", f"B has {ratio:.3f} times the speed of A{sure}. Verdict: {verdict}.")
+    if seen is not None:
+        yield Finding(
+            "meaning", "seen-from", f"A difference from {seen:.1f}% on would have been seen with these trials."
+        )
+    if verdict == "undetermined":
+        yield Finding(
+            "next", "more-trials", "Measure both with --repeat 5 or more: one trial on a side tells no difference."
+        )
+    elif verdict == "no difference seen":
+        yield Finding(
+            "next", "more-trials", "If a smaller difference matters, take more trials, in turns: mtb compare --run."
+        )
+    if record.get("like") is False:
+        yield Finding(
+            "unusual", "unlike", "A and B are unlike in more than a setting; see the differences in the file."
+        )
+    for text in record.get("warnings") or ():
+        yield Finding("unusual", "warning", f"{str(text).rstrip('.')}.")
+
+
+def drill(record: Record) -> Iterator[Finding]:
+    """Whether what was broken on purpose was survived."""
+    for case in record.rows:
+        by_itself = "by itself" if case.get("auto_recovered") else f"by {case.get('recovery_mode') or 'unknown means'}"
+        what = f"{str(case.get('failure_type') or 'a failure').replace('_', ' ')} of rank {case.get('crash_rank')} at step {case.get('crash_at_step')}"
+        fine = str(case.get("status", "")).startswith("recovered")
+        yield Finding(
+            "meaning" if fine else "unusual",
+            "drill",
+            f"The drill was a {what}; it ended as {case.get('status')}, {by_itself}.",
+        )
+        if case.get("checkpoint_unchanged") is False:
+            yield Finding("unusual", "checkpoint-harmed", "The checkpoint changed during the crash, which it must not.")
+    exact = (record.get("verification") or {}).get("exact_match")
+    if exact is not None:
+        said = "the same as" if exact else "not the same as"
+        yield Finding(
+            "meaning" if exact else "unusual",
+            "drill-exact",
+            f"The recovered training is {said} one without the crash, part by part.",
+        )
+
+
+def megatron(record: Record) -> Iterator[Finding]:
+    """What was split over what; the bubble is theory, not a measurement."""
+    split = [
+        f"{record.get(name)} for {what}"
+        for name, what in (("tp", "tensors"), ("pp", "layers"), ("dp", "data"))
+        if record.get(name)
+    ]
+    if split:
+        yield Finding("meaning", "split", f"Ranks of each group: {', '.join(split)}.")
+    bubble = (record.get("runtime") or {}).get("pipeline_bubble_proxy")
+    if bubble:
+        yield Finding(
+            "meaning",
+            "bubble",
+            f"By theory the pipeline idles {bubble:.0%} of the step, waiting to be filled and drained.",
+        )
+        yield Finding("next", "micro-batches", "More micro-batches in a step make the pipeline's bubble smaller.")
+    if record.kind == "megatron_matrix":
+        planned, fine = known(record, "expected_config_count"), known(record, "successful_config_count")
+        if planned is not None and fine is not None:
+            yield Finding(
+                "meaning" if planned == fine else "unusual",
+                "matrix",
+                f"{fine:g} of {planned:g} configurations succeeded.",
+            )
