@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from rich.console import Console
 from rich.table import Table
 
 from mtb_core import ConfigError, provenance
 from mtb_report.results import Record
+from mtb_report.wording import by_kind, console
 
 from .unlike import NUMERICS, PLACE, SETTING, WORK, Difference, differences
 from .verdict import UNDETERMINED, compare_trials
@@ -116,7 +116,7 @@ def _relative(path: Path) -> str:
 
 
 def _invalid(name: str, records: Sequence[Record]) -> list[str]:
-    reasons = dict.fromkeys(reason for r in records for reason in r.performance_invalid_reasons)
+    reasons = by_kind(reason for r in records for reason in r.performance_invalid_reasons)
     if any(r.performance_valid is False for r in records):
         return [f"{name} says of itself that its times are not valid: {'; '.join(reasons) or 'no reason given'}"]
     return []
@@ -142,27 +142,27 @@ def judge(document: Mapping[str, Any], what: str, least: float) -> str | None:
 
 def show(document: Mapping[str, Any]) -> None:
     """The document for people, on stdout."""
-    console = Console(highlight=False)
+    out = console()
     a, b, n = document["a"], document["b"], document["n"]
-    console.print(f"A: {a['label']} ({n[0]} trials)   B: {b['label']} ({n[1]} trials)   {document['metric']}")
+    out.print(f"A: {a['label']} ({n[0]} trials)   B: {b['label']} ({n[1]} trials)   {document['metric']}")
     if document["ratio"] is not None:
         line = f"B's speed is {document['ratio']:.4f} times A's"
         if document["ratio_interval"] is not None:
             low, high = document["ratio_interval"]
             line += f", {document['confidence']:.0%} interval {low:.4f} to {high:.4f}"
-        console.print(line + f" ({document['method']})")
-    console.print(f"Verdict: [bold]{document['verdict']}[/bold]")
+        out.print(line + f" ({document['method']})")
+    out.print(f"Verdict: [bold]{document['verdict']}[/bold]")
     if document["seen_from_percent"] is not None:
-        console.print(
+        out.print(
             f"With this spread and so many trials, a change of {document['seen_from_percent']:.2g}% would be seen "
             "four times out of five."
         )
     for text in (*document["warnings"], *document["notes"]):
-        console.print(f"Note: {text}.", markup=False)
+        out.print(f"Note: {text}.", markup=False)
     if document["differences"]:
-        console.print(_differences_table([Difference(**d) for d in document["differences"]]))
+        out.print(_differences_table([Difference(**d) for d in document["differences"]]))
     else:
-        console.print("A and B are alike in everything that is recorded.")
+        out.print("A and B are alike in everything that is recorded.")
 
 
 def _differences_table(rows: Sequence[Difference]) -> Table:

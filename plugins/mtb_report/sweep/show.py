@@ -2,62 +2,53 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from mtb_report.wording import by_kind, console
 
 from .plan import SweepPlan
 
 #: Shown where the result says that its times are not valid.
 _NOT_VALID = "-"
-#: Of a file or pipe, which has no width of its own.
-_WIDTH = 140
 
 
 def show_plan(plan: SweepPlan) -> None:
     """The cells in the order in which they would be run."""
-    console = _console()
+    out = console()
     order = plan.in_order()
     common = {k: v for k, v in order[0].settings.items() if all(c.settings.get(k) == v for c in order)}
-    console.print(
-        f"{plan.name}{f' ({plan.size})' if plan.size else ''}: {len(order)} cells. {plan.about}", markup=False
-    )
-    console.print(f"All: {_settings(common)}", markup=False)
+    out.print(f"{plan.name}{f' ({plan.size})' if plan.size else ''}: {len(order)} cells. {plan.about}", markup=False)
+    out.print(f"All: {_settings(common)}", markup=False)
     table = Table("#", *_axes([cell.labels for cell in order]), "settings")
     for number, cell in enumerate(order, 1):
         rest = {k: v for k, v in cell.settings.items() if k not in common and k not in cell.labels}
         labels = (str(cell.labels[name]) for name in _axes([c.labels for c in order]))
         table.add_row(str(number), *labels, _settings(rest))
-    console.print(table)
+    out.print(table)
 
 
 def show(document: Mapping[str, Any], folder: Path) -> None:
     """Status and figures of each cell, and where they are."""
-    console = _console()
+    out = console()
     rows = document["cells"]
     axes = _axes([row["labels"] for row in rows])
     extra = [name for name in ("efficiency", "loss_error", "grad_norm_error") if any(name in row for row in rows)]
     table = Table(*axes, "status", "tokens/s", "step ms", "MiB", "trials", *(n.replace("_", " ") for n in extra))
     for row in rows:
         table.add_row(*(str(row["labels"][name]) for name in axes), row["status"] or "not run", *_figures(row, extra))
-    console.print(table)
+    out.print(table)
     for found in document.get("largest_that_fits", ()):
-        console.print(_largest(found), markup=False)
-    reasons = _by_kind([reason for row in rows for reason in row["performance_invalid_reasons"]])
+        out.print(_largest(found), markup=False)
+    reasons = by_kind([reason for row in rows for reason in row["performance_invalid_reasons"]])
     if reasons:
-        console.print(f"{_NOT_VALID}: not valid; the raw values are in the JSON. Reasons seen, an example of each:")
+        out.print(f"{_NOT_VALID}: not valid; the raw values are in the JSON. Reasons seen, an example of each:")
         for reason, count in reasons.items():
-            console.print(f"  {reason} ({count} of {len(rows)} cells)", markup=False)
-    console.print(f"Results: {folder}", soft_wrap=True, markup=False)
-
-
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+            out.print(f"  {reason} ({count} of {len(rows)} cells)", markup=False)
+    out.print(f"Results: {folder}", soft_wrap=True, markup=False)
 
 
 def _axes(labels: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -86,16 +77,6 @@ def _largest(found: Mapping[str, Any]) -> str:
     where = "".join(f" {name}={value}" for name, value in found["labels"].items())
     end = "none that was tried is too large" if limit is None else f"{limit} is too large"
     return f"Largest {found['axis']} that fits{where}: {found['largest']} ({end})"
-
-
-def _by_kind(reasons: Sequence[str]) -> dict[str, int]:
-    """The first of the reasons that differ in their figures only, with how many there are."""
-    first: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    for reason in reasons:
-        shown = first.setdefault(re.sub(r"\d+(?:\.\d+)?", "#", reason), reason)
-        counts[shown] = counts.get(shown, 0) + 1
-    return counts
 
 
 def _number(value: float | None, form: str) -> str:
