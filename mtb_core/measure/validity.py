@@ -20,8 +20,8 @@ from .machine import CPU, nvidia_smi, read
 
 #: Fewer measured steps of a trial than this say little.
 LEAST_STEPS = 10
-#: p95 / p50 of step times above this is not stable; ordinary jitter is 1-2%.
-STABLE_RATIO = 1.2
+#: p95 / p50 of step times above this is not stable: a mean of few such steps says little. Ordinary is below 1.2.
+STABLE_RATIO = 1.5
 #: Waiting and running processes per core, at the start, above which a machine counts as loaded.
 BUSY_LOAD = 1.5
 #: Share of the machine's cores that others may use.

@@ -73,7 +73,7 @@ def test_each_disturbance_is_named(uses: list[RankUse], words: str) -> None:
     ("change", "words"),
     [
         ({"steps": 9}, "only 9 measured steps"),
-        ({"step_time_p95_ms": 12.5}, "p95 is 1.25 times p50"),
+        ({"step_time_p95_ms": 15.5}, "p95 is 1.55 times p50"),
     ],
 )
 def test_each_uncertainty_is_named(change: dict[str, Any], words: str) -> None:
