@@ -146,13 +146,21 @@ def timed(prepared: Prepared, request: CommRequest, ctx: RankContext, worker: Wo
     """Warm up, then time; seconds of each iteration, the same on all ranks. Called by all ranks.
 
     Raises:
-        Stopped: on all ranks, between two loops, where one of them was asked to stop.
+        Stopped: on all ranks, before a loop, where one of them was asked to stop.
     """
-    estimate = _warm_up(prepared, request, ctx)
+    times = _loops(prepared, request.warmup, None, 0.0, ctx, worker)
+    # The first one may set up connections; without any, nothing is known.
+    known = times[1:] or times
+    estimate = sorted(known)[len(known) // 2] if known else 0.0
+    return _loops(prepared, request.iterations, request.seconds, estimate, ctx, worker)
+
+
+def _loops(
+    prepared: Prepared, iterations: int, wanted_s: float | None, estimate_s: float, ctx: RankContext, worker: Worker
+) -> list[float]:
     seconds: list[float] = []
-    while count := next_loop(seconds, request.iterations, request.seconds, estimate):
-        if seconds:
-            _stop_together(gather_objects(ctx, worker.stop.requested))
+    while count := next_loop(seconds, iterations, wanted_s, estimate_s):
+        _stop_together(gather_objects(ctx, worker.stop.requested))
         _together(ctx)
         ends = timed_loop(prepared.call, count, ctx.device)
         seconds += iteration_times(gather_objects(ctx, ends))
@@ -173,16 +181,6 @@ def _checked(prepared: Prepared, point: Point, group: Group, work: Work) -> tupl
             raise
         return 0, text
     return 0, None
-
-
-def _warm_up(prepared: Prepared, request: CommRequest, ctx: RankContext) -> float:
-    """Make the calls that are not counted; seconds that one more is expected to take, the same on all ranks."""
-    _together(ctx)
-    ends = timed_loop(prepared.call, request.warmup, ctx.device)
-    times = iteration_times(gather_objects(ctx, ends))
-    # The first one may set up connections; without any, loops are as long as they come.
-    known = times[1:] or times
-    return sorted(known)[len(known) // 2] if known else 0.0
 
 
 def _together(ctx: RankContext) -> None:

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from mtb_core import ConfigError
 
 from .definitions import DTYPE_BYTES, REDUCTIONS
-from .points import CommRequest, dtype_names, operation_names, ranks_of, reduction_names, split_names
+from .points import MAX_ITERATIONS, CommRequest, dtype_names, operation_names, ranks_of, reduction_names, split_names
 from .sizes import parse_size, parse_splits, swept_sizes
 
 _EXITS = {"done": 0, "stopped": 4, "interrupted": 130, "failed": 3}
@@ -149,6 +149,10 @@ def request_of(given: dict[str, Any], *, sizes_given: bool, ranks: int) -> CommR
     for name, least in (("iters", 1), ("warmup", 0), ("nproc", 1)):
         if given[name] < least:
             raise ConfigError(f"--{name} is {given[name]}; it must be at least {least}.")
+        if name != "nproc" and given[name] > MAX_ITERATIONS:
+            raise ConfigError(
+                f"--{name} is {given[name]}; each call's time is kept, so at most {MAX_ITERATIONS} are made."
+            )
     if given["seconds"] is not None and not 0 < given["seconds"] < float("inf"):
         raise ConfigError(f"--time is {given['seconds']:g}; it must be more than 0 seconds.")
     sizes = _sizes(given)

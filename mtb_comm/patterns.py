@@ -121,6 +121,9 @@ def _summand(positions: torch.Tensor, rank: int, ranks: int, limit: int) -> torc
 
 
 def _averaged_base(positions: torch.Tensor, ranks: int, limit: int) -> torch.Tensor:
+    """At least 1 where the sum over all ranks, which must be exact too, allows it."""
+    if ranks > limit:
+        return torch.zeros_like(positions)
     return 1 + _hash(positions, ranks) % max(1, limit // ranks - 1)
 
 

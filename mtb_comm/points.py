@@ -17,6 +17,9 @@ from .support import too_few_ranks, why_not
 
 SPLITS = ("equal", "uneven")
 
+#: Timed calls of one point are at most so many, also where they are to take a given time: each one's time is kept.
+MAX_ITERATIONS = 1_000_000
+
 _DTYPE_ALIASES = {
     "float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64", "float16": "fp16", "half": "fp16",
     "bfloat16": "bf16",

@@ -19,8 +19,12 @@ import torch
 
 from mtb_core import percentile
 
+from .points import MAX_ITERATIONS
+
 #: Ranks look whether they are to stop after loops of about this length.
 LOOP_S = 2.0
+
+_MAX_LOOP = 100_000
 
 
 def timed_loop(call: Callable[[], object], count: int, device: str) -> list[float]:
@@ -66,11 +70,16 @@ def next_loop(done_s: Sequence[float], iterations: int, wanted_s: float | None, 
 
     Args:
         done_s: seconds of the iterations so far.
-        iterations: how many there are to be, unless `wanted_s` says how long they are to take together.
-        estimate_s: of one iteration, before there are any; 0 where nothing is known.
+        iterations: how many there are to be, unless `wanted_s` says how long they are to take together (of which there
+            are `MAX_ITERATIONS` at most).
+        estimate_s: of one iteration, before there are any; 0: nothing is known, so one alone comes first.
     """
+    if not done_s and not estimate_s:
+        return min(iterations, 1) if wanted_s is None else 1
     each = max(sum(done_s) / len(done_s) if done_s else estimate_s, 1e-9)
-    left = iterations - len(done_s) if wanted_s is None else round((wanted_s - sum(done_s)) / each)
-    if wanted_s is not None and not done_s:
-        left = max(1, left)
-    return max(0, min(left, max(1, int(LOOP_S / each))))
+    if wanted_s is None:
+        left = iterations - len(done_s)
+    else:
+        left = round(min((wanted_s - sum(done_s)) / each, MAX_ITERATIONS - len(done_s)))
+        left = max(left, 0 if done_s else 1)
+    return max(0, min(left, max(1, int(LOOP_S / each)), _MAX_LOOP))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -116,11 +116,22 @@ def _errors(parts: Sequence[_Part], layer: MoELayer, device: str) -> dict[str, f
         "output": _relative(_join([part.output for part in parts]), passed.output.detach()),
         "input_grad": _relative(_join([part.x_grad for part in parts]), torch.cat([_grad(c) for c in chunks])),
         "router_grad": _relative(_total([part.router_grad for part in parts]), _grad(router)),
-        "expert_grads": max(_relative(a, _grad(b)) for a, b in zip(expert_grads, reference, strict=True)),
+        "expert_grads": _worst(_relative(a, _grad(b)) for a, b in zip(expert_grads, reference, strict=True)),
         "load_balancing_loss": _relative_number(sum(part.losses[0] for part in parts), passed.load_balancing),
         "z_loss": _relative_number(sum(part.losses[1] for part in parts), passed.z_loss),
         "dropped_slots": float(abs(sum(part.dropped for part in parts) - passed.dropped)),
     }
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The largest, or NaN if any is NaN: `max` alone forgets a NaN that is not the first."""
+    worst = 0.0
+    for error in errors:
+        if not error <= worst:
+            worst = error
+        if math.isnan(worst):
+            break
+    return worst
 
 
 def _join(tensors: Sequence[Tensor | None]) -> Tensor | None:

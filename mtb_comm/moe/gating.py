@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Sums of gates count as this much at least, so that a token whose gates all vanish gets zeros, and gradients stay
+#: finite: the smallest fp32 would not do, as one over it overflows. (DeepSeek-V3's code adds the same number.)
+SMALLEST_SUM = 1e-20
+
 
 def probabilities(logits: Tensor, gate: str) -> Tensor:
     """Gate values [T, E] of logits [T, E]: softmax over the experts, or each expert's own sigmoid."""
@@ -21,8 +25,7 @@ def slot_weights(gates: Tensor, experts: Tensor) -> Tensor:
     chosen = gates.gather(1, experts)
     if experts.shape[1] == 1:
         return chosen
-    # The smallest number keeps a token whose sigmoids all vanish from dividing zero by zero.
-    return chosen / chosen.sum(dim=1, keepdim=True).clamp_min(torch.finfo(gates.dtype).tiny)
+    return chosen / chosen.sum(dim=1, keepdim=True).clamp_min(SMALLEST_SUM)
 
 
 def load_balancing_share(gates: Tensor, requested: Tensor, tokens: int, top_k: int) -> Tensor:
@@ -37,7 +40,7 @@ def load_balancing_share(gates: Tensor, requested: Tensor, tokens: int, top_k: i
     its weight; the division of sigmoids is that of DeepSeek-V3 (arXiv:2412.19437, equation 18).
     """
     experts = gates.shape[1]
-    normalised = gates / gates.sum(dim=1, keepdim=True).clamp_min(torch.finfo(gates.dtype).tiny)
+    normalised = gates / gates.sum(dim=1, keepdim=True).clamp_min(SMALLEST_SUM)
     fraction = requested.to(gates.dtype) / (top_k * tokens)
     return experts * (fraction * (normalised.sum(dim=0) / tokens)).sum()
 

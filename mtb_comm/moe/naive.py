@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .experts import mlp
+from .gating import SMALLEST_SUM
 from .placement import capacity_per_expert
 from .settings import RouteSettings
 
@@ -64,7 +65,7 @@ def moe(
     table = _table(gates)
     weights: Weights = [[table[token][expert] for expert in chosen[token]] for token in range(len(x))]
     if settings.top_k > 1:
-        weights = [[w / torch.stack(list(row)).sum() for w in row] for row in weights]
+        weights = [[w / _divisor(torch.stack(list(row)).sum()) for w in row] for row in weights]
     through = homeless if settings.overflow == "residual" else []
     output = combine(dispatch(x, queues), queues, experts, weights, through, x)
     return NaivePassed(output, _load_balancing(gates, wanted, settings.top_k), z_loss, queues, len(homeless))
@@ -137,6 +138,11 @@ def combine(
     return (torch.stack(rows) if rows else x.to(wide)).to(x.dtype)
 
 
+def _divisor(total: Tensor) -> Tensor:
+    """Gates that all vanish stay zero, as in the layer."""
+    return total.clamp_min(SMALLEST_SUM)
+
+
 def _table(gates: Tensor) -> Weights:
     return [row.unbind(0) for row in gates.unbind(0)]
 
@@ -154,7 +160,7 @@ def _capacity(settings: RouteSettings, tokens: int) -> int:
 def _load_balancing(gates: Tensor, wanted: list[list[float]], top_k: int) -> Tensor:
     tokens, experts = gates.shape
     loss = gates.new_zeros(())
-    shares = gates / gates.sum(dim=1, keepdim=True)
+    shares = gates / _divisor(gates.sum(dim=1, keepdim=True))
     for expert in range(experts):
         asked = sum(expert in _ranking(row)[:top_k] for row in wanted)
         loss = loss + experts * (asked / (tokens * top_k)) * shares[:, expert].mean()

@@ -45,6 +45,24 @@ def test_reduced_is_exact_in_any_order(dtype, reduction, ranks):
     assert count_wrong(combine(parts, reduction, order[::-1]), expected) == 0
 
 
+@pytest.mark.parametrize("ranks", [128, 256, 257, 600])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_exact_on_more_ranks_than_the_dtype_counts(dtype, reduction, ranks):
+    """Also where the number of ranks itself is not exact in the dtype, in both orders."""
+    if not supported(dtype, reduction):
+        pytest.skip("there is no such reduction")
+    parts = []
+    for rank in range(ranks):
+        part = torch.empty(2 * ranks, dtype=DTYPES[dtype])
+        fill(part, contributed(rank, ranks, dtype, reduction))
+        parts.append(part)
+    order = list(range(ranks))
+    expected = reduced(ranks, dtype, reduction)
+    assert count_wrong(combine(parts, reduction, order), expected) == 0
+    assert count_wrong(combine(parts, reduction, order[::-1]), expected) == 0
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_missing_rank_is_found(reduction):
     """Leaving one rank's part out changes the result somewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mtb_comm.points import MAX_ITERATIONS
 from mtb_comm.timing import iteration_times, next_loop, time_statistics, timed_loop
 
 
@@ -49,7 +50,8 @@ def test_fixed_number_of_iterations():
     assert sum(run_loops(20, None, 0.5, 0.5)) == 20
     assert max(run_loops(20, None, 0.5, 0.5)) == 4
     assert run_loops(3, None, 60.0, 60.0) == [1, 1, 1]
-    assert run_loops(20, None, 0.0, 0.001) == [20]
+    assert run_loops(20, None, 0.0, 0.001) == [1, 19]
+    assert run_loops(0, None, 0.0, 0.001) == []
 
 
 def test_wanted_time():
@@ -57,3 +59,11 @@ def test_wanted_time():
     assert sum(run_loops(20, 1.0, 0.01, 0.01)) == 100
     assert 99 <= sum(run_loops(20, 1.0, 0.1, 0.01)) <= 101
     assert run_loops(20, 1.0, 60.0, 60.0) == [1]
+    assert run_loops(20, 1.0, 0.0, 0.01) == [1, 99]
+
+
+def test_number_of_iterations_is_bounded():
+    """However short an iteration seems, what is kept of each fits into memory."""
+    loops = run_loops(20, 1e300, 1e-9, 1e-6)
+    assert sum(loops) == MAX_ITERATIONS
+    assert max(loops) <= MAX_ITERATIONS / 10

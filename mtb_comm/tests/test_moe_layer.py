@@ -15,6 +15,7 @@ from mtb_comm.moe import layer as layer_module
 from mtb_comm.moe.check import Inputs, compare, differentiate, failures
 from mtb_comm.moe.distributions import preference
 from mtb_comm.moe.exchange import Exchange
+from mtb_comm.moe.experts import PARAMETERS
 from mtb_comm.moe.layer import TORCH_DTYPES, MoELayer, Passed, Traffic
 from mtb_comm.moe.seeds import generator
 from mtb_comm.moe.settings import RouteSettings
@@ -36,6 +37,13 @@ CASES += [
 CASES += [attrs.evolve(SMALL, routing="expert", gate=gate, top_k=k) for gate in ("softmax", "sigmoid") for k in (1, 5)]
 CASES += [attrs.evolve(SMALL, distribution="counts", counts=(0.0, 3.0, 0.0, 3.0, 0.0), top_k=2)]
 CASES += [attrs.evolve(SMALL, dtype=dtype, overflow="residual") for dtype in ("fp32", "bf16")]
+# Gates that vanish altogether.
+CASES += [
+    attrs.evolve(
+        SMALL, dtype="fp32", overflow="next", distribution="zipf", zipf_s=200.0, capacity_factor=0.5, gate=gate
+    )
+    for gate in ("softmax", "sigmoid")
+]
 
 
 @attrs.frozen
@@ -88,6 +96,28 @@ def test_equals_the_naive_layer(nproc: int):
     for settings, (errors, _) in zip(CASES, on_ranks(errors_of, nproc, Work(CASES)), strict=True):
         assert not failures(errors, settings.dtype), (settings, errors)
         assert len(errors) == 7
+
+
+def nan_in_turn(settings: RouteSettings, ctx: Any, _worker: Any) -> dict[str, list[str]]:
+    """What fails where, on rank 1, one gradient of an expert is NaN; by the gradient's name."""
+    layer, inputs, passed = one_pass(settings, Work(()), ctx)
+    out = {}
+    for name in PARAMETERS:
+        grad = layer.experts.get_parameter(name).grad
+        assert grad is not None
+        kept = grad.clone()
+        if ctx.rank == 1:
+            grad[-1].view(-1)[-1] = math.nan
+        out[name] = failures(compare(ctx, layer, inputs, passed), settings.dtype)
+        grad.copy_(kept)
+    return out
+
+
+@pytest.mark.timeout(60)
+def test_any_nan_fails():
+    """A NaN in one gradient of the last expert alone fails the check, whichever tensor it is in."""
+    found = on_ranks(nan_in_turn, 2, attrs.evolve(SMALL, num_experts=4, capacity_factor=None))
+    assert found == dict.fromkeys(PARAMETERS, ["expert_grads"])
 
 
 @pytest.mark.timeout(120)
