@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from mtb_core import RankContext, Worker, dumps, environment, gather_objects, same_on_all
+from mtb_core import RankContext, Worker, environment, gather_objects, same_on_all
 
 from .calls import Group, Prepared, check, clear, prepare
+from .kept import Kept
 from .points import CommRequest, Point, group_ranks, plan_points
 from .rows import Measured, row_of, skipped_row
 from .timing import iteration_times, next_loop, timed_loop
@@ -59,7 +59,7 @@ def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
     same_on_all(ctx, "what to measure", attrs.asdict(request))
     assert ctx.backend is not None
     points = plan_points(request, ctx.world_size, ctx.backend)
-    journal = _Journal(work.journal if ctx.rank == 0 else None)
+    journal = Kept(work.journal if ctx.rank == 0 else None, worker.progress)
     head = {
         "world_size": ctx.world_size,
         "backend": ctx.backend,
@@ -86,26 +86,6 @@ def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
 
 def _say_nothing(_fields: dict[str, Any]) -> None:
     """Of all ranks only the first reports."""
-
-
-def read_journal(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """(head, rows) that a rank 0, which did not come to its end, has left; a last line that was cut is dropped."""
-    lines: list[dict[str, Any]] = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                lines.append(json.loads(line))
-    return (lines[0], lines[1:]) if lines else (None, [])
-
-
-class _Journal:
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-
-    def write(self, value: dict[str, Any]) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(dumps(value) + "\n")
 
 
 @contextmanager

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from mtb_core import ConfigError
+from mtb_core import ConfigError, RunFailed
 
 from .definitions import DTYPE_BYTES, REDUCTIONS
+from .outputs import Output, check_output, write_all
 from .points import MAX_ITERATIONS, CommRequest, dtype_names, operation_names, ranks_of, reduction_names, split_names
 from .sizes import parse_size, parse_splits, swept_sizes
 
@@ -135,9 +136,12 @@ def comm(ctx: click.Context, /, **given: Any) -> int:
     document = _document(ctx, given)
     if document is None:
         return 0
-    _write(document, given)
-    _show(document, given, other, log)
-    return _exit_code(document)
+    try:
+        _show(document, given, other, log)
+    finally:  # also where nobody reads stdout
+        written = _write(document, given)
+    code = _exit_code(document)
+    return code if written or code not in (0, 1) else RunFailed.exit_code
 
 
 def request_of(given: dict[str, Any], *, sizes_given: bool, ranks: int) -> CommRequest:
@@ -223,16 +227,8 @@ def _check_outputs(given: dict[str, Any]) -> None:
     if given["plot"] is not None:
         check_plot(given["plot"])
     for name in ("output", "calibration", "plot"):
-        path = given[name]
-        if path is not None and (Path(path).is_dir() or not _may_be_made(Path(path).parent)):
-            raise ConfigError(
-                f"--{name} is {path!r}, which cannot be written; give a file in a folder that may be written to."
-            )
-
-
-def _may_be_made(folder: Path) -> bool:
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK)
+        if given[name] is not None:
+            check_output(name, given[name])
 
 
 def _log(against: tuple[str, str] | None) -> Any:
@@ -246,20 +242,23 @@ def _log(against: tuple[str, str] | None) -> Any:
     return read_log(path)
 
 
-def _write(document: dict[str, Any], given: dict[str, Any]) -> None:
-    """The files that were asked for."""
+def _write(document: dict[str, Any], given: dict[str, Any]) -> bool:
+    """The files that were asked for; False where one could not be written."""
     from mtb_core import write_json  # noqa: PLC0415
 
     from .fit import calibration  # noqa: PLC0415
     from .plot import draw  # noqa: PLC0415
 
-    if given["output"] is not None:
-        write_json(given["output"], document)
-    if given["calibration"] is not None:
-        write_json(given["calibration"], calibration(document))
-    if given["plot"] is not None:
+    def plot() -> None:
         Path(given["plot"]).parent.mkdir(parents=True, exist_ok=True)
         draw(document, given["plot"])
+
+    writers: dict[str, Callable[[], object]] = {
+        "output": lambda: write_json(given["output"], document),
+        "calibration": lambda: write_json(given["calibration"], calibration(document)),
+        "plot": plot,
+    }
+    return write_all([Output(name, given[name], write) for name, write in writers.items() if given[name] is not None])
 
 
 def _show(document: dict[str, Any], given: dict[str, Any], other: dict[str, Any] | None, log: Any) -> None:

@@ -13,6 +13,7 @@ from mtb_core import ConfigError, Failure, provenance
 
 from .definitions import DEFINITION
 from .fit import fit_rows
+from .kept import first_line
 from .points import CommRequest
 
 SCHEMA_VERSION = 1
@@ -41,7 +42,7 @@ def make_document(
         "schema_version": SCHEMA_VERSION,
         "benchmark": "communication",
         "exit_reason": exit_reason,
-        "failure": None if failure is None else {"rank": failure.rank, "text": str(failure)},
+        "failure": None if failure is None else {"rank": failure.rank, "text": first_line(str(failure))},
         "world_size": head["world_size"],
         "groups": head["groups"],
         "backend": head["backend"],

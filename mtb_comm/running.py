@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -12,8 +11,9 @@ from typing import Any
 
 from mtb_core import ConfigError, Failure, environment, run_ranks
 
-from .bench import Tamper, Work, measure, read_journal
+from .bench import Tamper, Work, measure
 from .document import make_document
+from .kept import cause_of, kept_file, read_kept, warned
 from .points import CommRequest, group_ranks, plan_points, ranks_of
 
 #: Lines of progress are at least so far apart, but for the last one.
@@ -29,7 +29,7 @@ class Progress:
 
     def __call__(self, fields: Mapping[str, Any]) -> None:
         """Take a message of a rank in."""
-        if self._quiet or fields.get("event") != "row":
+        if warned(fields) or self._quiet or fields.get("event") != "row":
             return
         now, last = time.monotonic(), fields["index"] + 1 == fields["count"]
         if last or now - self._last >= _PACE_S:
@@ -47,7 +47,7 @@ def measure_all(
     quiet: bool = False,
     debug: bool = False,
     argv: Sequence[str] = (),
-    keep: Callable[[dict[str, Any]], None] | None = None,
+    keep: Callable[[dict[str, Any]], object] | None = None,
     tamper: Tamper | None = None,
 ) -> dict[str, Any] | None:
     """Measure on `nproc` ranks, or as one rank under torchrun; the document, None on external ranks but the first.
@@ -63,8 +63,7 @@ def measure_all(
         ConfigError: nothing was started; the message says what would be valid.
     """
     _refuse_early(request, nproc, device, backend)
-    with tempfile.TemporaryDirectory(prefix="mtb-comm-") as folder:
-        journal = Path(folder) / "rows.jsonl"
+    with kept_file() as journal:
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         work = Work(request, journal, tamper)
         progress = Progress(quiet=quiet)
@@ -84,7 +83,7 @@ def measure_all(
         except BaseException as error:
             # Only external ranks, and a lone one at a second Ctrl-C, get here: `run_ranks` passes their errors on.
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            document = _from_journal(request, journal, reason, argv, Failure(None, type(error).__name__, str(error)))
+            document = _from_journal(request, journal, reason, argv, cause_of(error))
             if document is not None and keep is not None:
                 keep(document)
             if reason == "interrupted" and document is not None:
@@ -123,11 +122,12 @@ def _backend(device: str, backend: str) -> str:
 
 
 def _from_journal(
-    request: CommRequest, journal: Path, exit_reason: str, argv: Sequence[str], failure: Failure | None
+    request: CommRequest, journal: Path | None, exit_reason: str, argv: Sequence[str], failure: Failure | None
 ) -> dict[str, Any] | None:
-    head, rows = read_journal(journal)
-    if head is None:
+    kept = read_kept(journal)
+    if not kept:
         return None
+    head, *rows = kept
     return make_document(request, head, rows, exit_reason=exit_reason, argv=argv, failure=failure)
 
 

@@ -10,7 +10,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from mtb_core import RankContext, Worker, dumps, environment, gather_objects, same_on_all
+from mtb_comm.kept import Kept
+from mtb_core import RankContext, Worker, environment, gather_objects, same_on_all
 
 from .check import TOLERANCE, Inputs, compare, differentiate, failures
 from .clock import Clock
@@ -29,8 +30,8 @@ class Work:
 
     Attributes:
         points: measured one after the other.
-        rows: rank 0 adds each finished row to this file as a line of JSON, so that none is lost if a later point
-            fails; None where nobody would read it.
+        rows: rank 0 puts where it runs and each finished row into this file, one a line, so that none is lost if a
+            later point fails; None: none is kept.
     """
 
     points: tuple[RouteSettings, ...]
@@ -43,24 +44,29 @@ def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, An
     Where a rank was asked to stop, all stop together, with the rows that are finished.
     """
     same_on_all(ctx, "what to measure", work.points)
-    rows: list[dict[str, Any]] = []
-    for number, settings in enumerate(work.points):
-        if ctx.rank == 0:
-            worker.progress({"point": number + 1, "points": len(work.points)})
-        done = Point(settings, ctx, worker).measure()
-        if done is None:
-            break
-        rows.append(done)
-        if ctx.rank == 0 and work.rows is not None:
-            with work.rows.open("a", encoding="utf-8") as file:
-                file.write(dumps(done) + "\n")
-    return {
+    kept = Kept(work.rows if ctx.rank == 0 else None, worker.progress)
+    head = {
         "world_size": ctx.world_size,
         "device": ctx.device.partition(":")[0],
         "backend": ctx.backend,
         "environment": environment(ctx.device),
-        "rows": rows,
     }
+    kept.write(head)
+    rows: list[dict[str, Any]] = []
+    for number, settings in enumerate(work.points):
+        if ctx.rank == 0:
+            worker.progress({"point": number + 1, "points": len(work.points)})
+        try:
+            done = Point(settings, ctx, worker).measure()
+        except Stopped:
+            break
+        rows.append(done)
+        kept.write(done)
+    return {**head, "rows": rows}
+
+
+class Stopped(Exception):
+    """All ranks have agreed to stop; the point at hand is given up."""
 
 
 class Point:
@@ -71,7 +77,7 @@ class Point:
         self.clock = Clock(ctx.device)
         self.exchange = Exchange(self.clock.lap)
         self.layer = MoELayer(settings, self.exchange, ctx.device)
-        self.learned = learn(settings, ctx) if settings.distribution == "learned" else None
+        self.learned = learn(settings, ctx, self._together) if settings.distribution == "learned" else None
         if self.learned is not None:
             self.layer.load_state_dict(self.learned.weights)
         self.inputs = self._make_inputs()
@@ -88,17 +94,19 @@ class Point:
             cotangent=torch.randn(shape, generator=random).to(ctx.device, dtype),
         )
 
-    def measure(self) -> dict[str, Any] | None:
-        """The row; None where the ranks were asked to stop before it was done."""
+    def measure(self) -> dict[str, Any]:
+        """The row.
+
+        Raises:
+            Stopped: on all ranks, where one was asked to stop before it was done.
+        """
         checked = self._check() if self.settings.check else None
         for _ in range(self.settings.warmup):
-            if not self._together():
-                return None
+            self._together()
             self._iterate()
         phases = []
         for _ in range(self.settings.iters):
-            if not self._together():
-                return None
+            self._together()
             passed = self._iterate()
             phases.append(self.clock.phases())
         losses = torch.stack([passed.load_balancing.detach(), passed.z_loss.detach()])
@@ -112,13 +120,14 @@ class Point:
         out["router_loss_last"] = None if self.learned is None else self.learned.loss_last
         return out | _checked(checked, self.settings)
 
-    def _together(self) -> bool:
-        """Ranks begin an iteration together, so that no phase holds the lag of the one before; False: to stop."""
+    def _together(self) -> None:
+        """Ranks begin an iteration together, so that no phase holds the lag of the one before, or stop together."""
         if self.ctx.device.startswith("cuda"):
             torch.cuda.synchronize()
         stop = torch.tensor(int(self.worker.stop.requested is not None))
         dist.all_reduce(stop, dist.ReduceOp.MAX)
-        return not stop.item()
+        if stop.item():
+            raise Stopped
 
     def _iterate(self) -> Passed:
         self.layer.zero_grad(set_to_none=True)

@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
-from mtb_core import ConfigError, dumps, write_json
+from mtb_comm.kept import first_line, warned
+from mtb_comm.outputs import Output, check_output, write_all
+from mtb_core import ConfigError, RunFailed, dumps, write_json
 
 from .document import Launch, Measured, document, measure
 from .files import check_text, read_counts
@@ -122,9 +124,17 @@ def route(**given: Any) -> int:
     if given["data"] is not None:
         check_text(given["data"], _MIN_TEXT)
         given["data"] = str(given["data"])
-    settings = _settings(given)
-    measured = measure((settings,), launch, on_progress=_progress(shown), debug=shown["debug"])
-    return _report(measured, shown, sweep=False)
+    return _measured((_settings(given),), launch, {**shown, "plot": None}, sweep=False)
+
+
+def _measured(points: tuple[RouteSettings, ...], launch: Launch, shown: dict[str, Any], *, sweep: bool) -> int:
+    """Measure and report; the exit code."""
+
+    def keep(measured: Measured) -> None:
+        _write(document(measured, sweep=sweep), shown)
+
+    measured = measure(points, launch, on_progress=_progress(shown), debug=shown["debug"], keep=keep)
+    return _report(measured, shown, sweep=sweep)
 
 
 @moe.command(name="sweep")
@@ -140,16 +150,14 @@ def sweep(capacity_factors: str, skews: str, plot: Path | None, **given: Any) ->
     launch, shown = _launch(given), _shown(given)
     if plot is not None:
         check_plot(plot)
+        check_output("plot", plot)
     factors, exponents = _numbers("--capacity-factors", capacity_factors), _numbers("--skews", skews)
     points = tuple(
         _settings({**given, "distribution": "zipf", "capacity_factor": factor, "zipf_s": skew})
         for skew in exponents
         for factor in factors
     )
-    measured = measure(points, launch, on_progress=_progress(shown), debug=shown["debug"])
-    if plot is not None and measured.rows and _reports_here():
-        plot_sweep(measured.rows, plot)
-    return _report(measured, shown, sweep=True)
+    return _measured(points, launch, {**shown, "plot": plot}, sweep=True)
 
 
 def _numbers(option: str, text: str) -> list[float]:
@@ -174,13 +182,17 @@ def _shown(given: dict[str, Any]) -> dict[str, Any]:
     shown = {name: given.pop(name) for name in ("as_json", "output", "quiet", "debug")}
     if shown["output"] is not None and not shown["output"].absolute().parent.is_dir():
         raise ConfigError(f"--output {shown['output']}: there is no folder {shown['output'].parent}; make it first.")
+    if shown["output"] is not None:
+        check_output("output", shown["output"])
     return shown
 
 
 def _progress(shown: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    if shown["quiet"]:
-        return lambda _fields: None
-    return lambda fields: click.echo(f"moe: point {fields['point']} of {fields['points']}", err=True)
+    def show(fields: dict[str, Any]) -> None:
+        if not warned(fields) and not shown["quiet"]:
+            click.echo(f"moe: point {fields['point']} of {fields['points']}", err=True)
+
+    return show
 
 
 def _reports_here() -> bool:
@@ -190,20 +202,36 @@ def _reports_here() -> bool:
 
 
 def _report(measured: Measured, shown: dict[str, Any], *, sweep: bool) -> int:
-    """The document, where it was asked for, or tables; errors on stderr. Returns the exit code."""
+    """Tables or the document, then the files that were asked for; errors on stderr. Returns the exit code."""
     if not _reports_here():
         return measured.exit_code
     values = document(measured, sweep=sweep)
-    if shown["output"] is not None:
-        write_json(shown["output"], values)
-    if shown["as_json"]:
-        click.echo(dumps(values, indent=2))
-    elif measured.rows:
-        from .tables import print_route, print_sweep  # noqa: PLC0415
-
-        (print_sweep if sweep else print_route)(values)
+    try:
+        _show(values, shown, sweep=sweep)
+    finally:  # also where nobody reads stdout
+        written = _write(values, shown)
     failure = measured.outcome.failure
     if failure is not None:
         traceback = failure.traceback if shown["debug"] and not failure.expected else ""
-        click.echo(f"{traceback}mtb: error: {failure}", err=True)
-    return measured.exit_code
+        click.echo(f"{traceback}mtb: error: {first_line(str(failure))}", err=True)
+    code = measured.exit_code
+    return code if written or code not in (0, 1) else RunFailed.exit_code
+
+
+def _show(values: dict[str, Any], shown: dict[str, Any], *, sweep: bool) -> None:
+    if shown["as_json"]:
+        click.echo(dumps(values, indent=2))
+    elif values.get("results", values.get("time_ms")):
+        from .tables import print_route, print_sweep  # noqa: PLC0415
+
+        (print_sweep if sweep else print_route)(values)
+
+
+def _write(values: dict[str, Any], shown: dict[str, Any]) -> bool:
+    """The files; False where one could not be written."""
+    outputs = []
+    if shown["output"] is not None:
+        outputs.append(Output("output", shown["output"], lambda: write_json(shown["output"], values)))
+    if shown["plot"] is not None and values["results"]:
+        outputs.append(Output("plot", shown["plot"], lambda: plot_sweep(values["results"], shown["plot"])))
+    return write_all(outputs)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from mtb_core import RanksOutcome, environment, external_launcher, provenance, run_ranks
+from mtb_comm.kept import cause_of, first_line, kept_file, read_kept
+from mtb_comm.points import ranks_of
+from mtb_core import ConfigError, RanksOutcome, environment, external_launcher, provenance, run_ranks
 
 from .settings import RouteSettings
 
@@ -27,44 +27,54 @@ class Launch:
 
 
 def measure(
-    points: tuple[RouteSettings, ...], launch: Launch, *, on_progress: Callable[[dict[str, Any]], None], debug: bool
+    points: tuple[RouteSettings, ...],
+    launch: Launch,
+    *,
+    on_progress: Callable[[dict[str, Any]], None],
+    debug: bool,
+    keep: Callable[[Measured], object] | None = None,
 ) -> Measured:
     """Measure `points` on ranks that are launched here, or as one rank of torchrun's.
+
+    Args:
+        keep: is given what was finished before an error of external ranks goes on to their launcher; on the rank that
+            has it, if any.
 
     Raises:
         ConfigError: nothing was started.
     """
     from .benchmark import Work, measure_points  # noqa: PLC0415  (imports torch; help must not)
 
-    with tempfile.TemporaryDirectory(prefix="mtb-moe-") as folder:
-        # Of external ranks none would read it: where one fails, all processes end.
-        kept = None if external_launcher() else Path(folder) / "rows.jsonl"
-        outcome = run_ranks(
-            measure_points,
-            Work(points, kept),
-            nproc=launch.nproc,
-            device=launch.device,
-            backend=launch.backend,
-            start_method=launch.start_method,
-            on_progress=on_progress,
-            debug=debug,
-        )
-        found = outcome.value
-        if found is None:
-            found = {
-                "world_size": launch.nproc,
-                "device": None,
-                "backend": None,
-                "environment": environment(),
-                "rows": _read(kept),
-            }
-    return Measured(found, len(points), outcome)
+    with kept_file() as kept:
+        try:
+            outcome = run_ranks(
+                measure_points,
+                Work(points, kept),
+                nproc=launch.nproc,
+                device=launch.device,
+                backend=launch.backend,
+                start_method=launch.start_method,
+                on_progress=on_progress,
+                debug=debug,
+            )
+        except ConfigError:
+            raise
+        except BaseException as error:
+            # Only external ranks, and a lone one at a second Ctrl-C, get here: `run_ranks` passes their errors on.
+            rows = read_kept(kept)
+            if rows and keep is not None:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                outcome = RanksOutcome("interrupted" if interrupted else "failed", failure=cause_of(error))
+                keep(Measured({**rows[0], "rows": rows[1:]}, len(points), outcome))
+            raise
+        return Measured(outcome.value or _found(kept, launch), len(points), outcome)
 
 
-def _read(rows: Path | None) -> list[dict[str, Any]]:
-    if rows is None or not rows.exists():
-        return []
-    return [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+def _found(kept: Path | None, launch: Launch) -> dict[str, Any]:
+    """What ranks left that did not come to their end; where they did not even meet, what was asked for."""
+    nowhere = {"world_size": ranks_of(launch.nproc), "device": None, "backend": None}
+    head, *rows = read_kept(kept) or [{**nowhere, "environment": environment()}]
+    return {**head, "rows": rows}
 
 
 @attrs.frozen
@@ -110,7 +120,7 @@ def document(measured: Measured, *, sweep: bool) -> dict[str, Any]:
     return {
         **common,
         **rows,
-        "failure": None if failure is None else {"rank": failure.rank, "text": str(failure)},
+        "failure": None if failure is None else {"rank": failure.rank, "text": first_line(str(failure))},
         "execution_complete": complete,
         "performance_valid": not reasons,
         "performance_invalid_reasons": reasons,

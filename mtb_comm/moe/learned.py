@@ -7,7 +7,7 @@ All ranks train it together, each on its own positions of the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import attrs
@@ -55,8 +55,8 @@ class ByteModel(nn.Module):
         return F.layer_norm(embedded.sum(dim=1), self.head.shape[:1])
 
 
-def learn(settings: RouteSettings, ctx: RankContext) -> Learned:
-    """Train for ``settings.router_steps`` steps; called by all ranks."""
+def learn(settings: RouteSettings, ctx: RankContext, before_step: Callable[[], None]) -> Learned:
+    """Train for ``settings.router_steps`` steps; called by all ranks. `before_step` may raise on all ranks, to stop."""
     assert settings.data is not None
     wide = attrs.evolve(settings, dtype="fp64" if settings.dtype == "fp64" else "fp32")
     layer = MoELayer(wide, Exchange(lambda _phase: None), ctx.device)
@@ -66,6 +66,7 @@ def learn(settings: RouteSettings, ctx: RankContext) -> Learned:
     optimizer = _Adam([*shared, *layer.experts.parameters()])
     losses = []
     for step in range(settings.router_steps):
+        before_step()
         context, target = _draw(text, settings, ctx, f"step {step}")
         losses.append(_train_step(model, layer, context, target, ctx.world_size))
         for parameter in shared:

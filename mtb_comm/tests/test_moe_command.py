@@ -142,6 +142,9 @@ def test_sweep(capfd: pytest.CaptureFixture[str], tmp_path: Path):
         (["sweep", "--skews", "1,x"], "--skews is '1,x'"),
         (["sweep", "--plot", "x.txt"], "valid: .png, .svg, .pdf"),
         (["sweep", "--plot", "missing/x.png"], "no folder"),
+        (["route", "--output", "."], "cannot be written (it is a folder)"),
+        (["sweep", "--output", "/proc/x.json"], "cannot be written"),
+        (["sweep", "--plot", "folder.png"], "cannot be written (it is a folder)"),
     ],
 )
 def test_wrong_input_is_refused(
@@ -149,6 +152,7 @@ def test_wrong_input_is_refused(
 ):
     """Exit code 2 and one paragraph, before any rank starts."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
 
     def never(*_args: Any) -> None:
         raise AssertionError("ranks were started")

@@ -117,7 +117,7 @@ def nan_in_turn(settings: RouteSettings, ctx: Any, _worker: Any) -> dict[str, li
 def test_any_nan_fails():
     """A NaN in one gradient of the last expert alone fails the check, whichever tensor it is in."""
     found = on_ranks(nan_in_turn, 2, attrs.evolve(SMALL, num_experts=4, capacity_factor=None))
-    assert found == dict.fromkeys(PARAMETERS, ["expert_grads"])
+    assert found == {name: ["expert_grads"] for name in PARAMETERS}
 
 
 @pytest.mark.timeout(120)
