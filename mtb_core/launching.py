@@ -80,7 +80,8 @@ def run_ranks(
         on_line: ``on_line(rank, line)`` for each line that a launched rank writes; None drops them.
 
     Raises:
-        ConfigError: nothing was started: a wrong number of ranks, backend or network interface.
+        ConfigError: nothing was started: a wrong number of ranks, fewer CUDA devices than ranks of this machine, a
+            wrong backend or network interface.
     """
     external = external_launcher() is not None
     world = world_of() if external else World(nproc, nproc)
@@ -88,6 +89,7 @@ def run_ranks(
         raise ConfigError(f"{nproc} ranks cannot be started; --nproc must be at least 1.")
     if backend == "nccl" and device == "cpu":
         raise ConfigError("--backend nccl needs a CUDA device, but --device is cpu; valid here: gloo.")
+    _check_devices(device, backend, world.local_size)
     if world.size > 1:
         check_interfaces(device, backend)
     chosen = layout or Layout((("ranks", world.size),), data=("ranks",))
@@ -97,6 +99,27 @@ def run_ranks(
     if external or world.size == 1:
         return _here(work, on_progress, external=external, debug=debug)
     return _launched(work, nproc, start_method, on_progress, on_line, debug=debug)
+
+
+def _check_devices(device: str, backend: str, local_size: int) -> None:
+    """Refuse ranks on CUDA that would lack a device; on ``auto`` a machine without any computes on its CPU.
+
+    The number comes from NVML, so that CUDA stays untouched in this process, which may fork ranks. (Where NVML is
+    missing torch asks CUDA itself, and ranks are better spawned.)
+    """
+    if device == "cpu":
+        return
+    import torch  # noqa: PLC0415  (torch is imported when it is used)
+
+    count = torch.cuda.device_count()
+    wanted = device == "cuda" or backend == "nccl"
+    if count >= local_size or not (wanted or count):
+        return
+    asked = "--device cuda" if device == "cuda" else "--backend nccl" if backend == "nccl" else "--device auto"
+    raise ConfigError(
+        f"{asked} puts each rank on a CUDA device of its own, but this machine has {count} for {local_size} "
+        f"rank{'' if local_size == 1 else 's'}. Start at most one rank per device, or use --device cpu with --backend gloo."
+    )
 
 
 def _on_rank(work: _Work, worker: Worker) -> Any:

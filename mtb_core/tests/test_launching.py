@@ -61,6 +61,31 @@ def test_what_cannot_start_is_refused():
         run_ranks(add_up, nproc=2, layout=Layout((("dp", 4),)))
 
 
+@pytest.mark.parametrize(
+    ("count", "options", "refused"),
+    [
+        (0, {"device": "cuda"}, "--device cuda .* has 0 for 2 ranks"),
+        (1, {"device": "cuda"}, "--device cuda .* has 1 for 2 ranks"),
+        (0, {"backend": "nccl"}, "--backend nccl .* has 0 for 2 ranks"),
+        (1, {}, "--device auto .* has 1 for 2 ranks"),
+    ],
+)
+def test_ranks_without_a_device_are_refused(monkeypatch, count, options, refused):
+    """Where CUDA devices are asked for, or would be used, there must be one for each rank of this machine."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    with pytest.raises(ConfigError, match=refused):
+        run_ranks(add_up, 1, nproc=2, **options)
+
+
+@pytest.mark.timeout(60)
+def test_no_device_is_no_obstacle_on_the_cpu(monkeypatch):
+    """On auto, ranks of a machine without CUDA compute on its CPU; where that is asked for, devices do not matter."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert run_ranks(add_up, 1, nproc=1).exit_reason == "done"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert run_ranks(add_up, 1, nproc=2, device="cpu").exit_reason == "done"
+
+
 @pytest.mark.timeout(120)
 def test_under_torchrun_this_process_is_a_rank(tmp_path: Path):
     """Ranks of torchrun are used as they are; rank 0 alone gets the value."""
