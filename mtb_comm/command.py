@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -17,8 +17,13 @@ from .outputs import Output, check_output, write_all
 from .points import MAX_ITERATIONS, CommRequest, dtype_names, operation_names, ranks_of, reduction_names, split_names
 from .sizes import parse_size, parse_splits, swept_sizes
 
+if TYPE_CHECKING:
+    from .compare import Pair
+
 _EXITS = {"done": 0, "stopped": 4, "interrupted": 130, "failed": 3}
 _SOURCES = ("nccl-tests",)
+#: Seconds that torch takes as a timeout: it counts in milliseconds, and adds them to the time that it is.
+_TIMEOUTS = (1e-3, 1e8)
 
 
 @click.command("comm")
@@ -128,6 +133,7 @@ def comm(ctx: click.Context, /, **given: Any) -> int:
     send_recv (a ring) and barrier; without any, all are measured. Exit codes: 0 done, 1 wrong elements, 2 wrong
     usage, 3 a rank failed, 130 Ctrl-C; rows that were finished are kept in each case.
     """
+    from .compare import comparison  # noqa: PLC0415
     from .document import read_document  # noqa: PLC0415
 
     _check_outputs(given)
@@ -136,16 +142,18 @@ def comm(ctx: click.Context, /, **given: Any) -> int:
     document = _document(ctx, given)
     if document is None:
         return 0
+    compared = _comparisons(document, given, other, log)
+    document["comparisons"] = [comparison(*one) for one in compared]
     try:
-        _show(document, given, other, log)
+        _show(document, given, compared)
     finally:  # also where nobody reads stdout
         written = _write(document, given)
     code = _exit_code(document)
     return code if written or code not in (0, 1) else RunFailed.exit_code
 
 
-def request_of(given: dict[str, Any], *, sizes_given: bool, ranks: int) -> CommRequest:
-    """The request that the options stand for; `sizes_given`: some option named a size.
+def request_of(given: dict[str, Any], *, sizes_given: bool, kinds_given: bool, ranks: int) -> CommRequest:
+    """The request that the options stand for; `sizes_given`, `kinds_given`: some option named a size, a kind of split.
 
     Raises:
         ConfigError: a value that cannot be; the message says what is valid.
@@ -159,13 +167,18 @@ def request_of(given: dict[str, Any], *, sizes_given: bool, ranks: int) -> CommR
             )
     if given["seconds"] is not None and not 0 < given["seconds"] < float("inf"):
         raise ConfigError(f"--time is {given['seconds']:g}; it must be more than 0 seconds.")
+    timeout = given["timeout_s"]
+    if timeout is not None and not _TIMEOUTS[0] <= timeout <= _TIMEOUTS[1]:
+        raise ConfigError(f"--timeout is {timeout:g}; valid: {_TIMEOUTS[0]:g} to {_TIMEOUTS[1]:g} seconds.")
     sizes = _sizes(given)
+    operations = operation_names((*given["operations"], *given["named"]) or ("all",))
     splits, kinds = None, split_names(given["kinds"])
     if given["splits"] is not None:
+        _check_splits(operations, kinds if kinds_given else ("uneven",))
         splits = parse_splits(given["splits"], given["group_size"] or ranks, sizes if sizes_given else ())
         sizes, kinds = (sum(splits[0]),), ("uneven",)
     return CommRequest(
-        operations=operation_names((*given["operations"], *given["named"]) or ("all",)),
+        operations=operations,
         sizes=tuple(sizes),
         dtypes=dtype_names(given["dtypes"]),
         reductions=reduction_names(given["reductions"]),
@@ -179,6 +192,20 @@ def request_of(given: dict[str, Any], *, sizes_given: bool, ranks: int) -> CommR
         check=given["check"],
         seed=given["seed"],
     )
+
+
+def _check_splits(operations: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+    """Refuse --splits beside what it would silently change, or what would silently change it."""
+    if operations != ("all_to_all",):
+        raise ConfigError(
+            f"--splits is for all_to_all, but {', '.join(operations)} are to be measured; name it alone: "
+            "mtb comm all_to_all --splits ..."
+        )
+    if kinds != ("uneven",):
+        raise ConfigError(
+            f"--splits makes an uneven all_to_all, but --split is {', '.join(kinds)}; leave --split out, and measure "
+            "equal parts in a run of their own."
+        )
 
 
 def _sizes(given: dict[str, Any]) -> tuple[int, ...]:
@@ -203,7 +230,10 @@ def _document(ctx: click.Context, given: dict[str, Any]) -> dict[str, Any] | Non
     if _named(ctx, "maxbytes") and not _named(ctx, "minbytes"):
         given["minbytes"] = min(given["minbytes"], given["maxbytes"], key=lambda text: parse_size(text, "-e"))
     request = request_of(
-        given, sizes_given=_named(ctx, "minbytes", "maxbytes", "sizes"), ranks=ranks_of(given["nproc"])
+        given,
+        sizes_given=_named(ctx, "minbytes", "maxbytes", "sizes"),
+        kinds_given=_named(ctx, "kinds"),
+        ranks=ranks_of(given["nproc"]),
     )
     from .running import measure_all  # noqa: PLC0415  (imports torch)
 
@@ -261,21 +291,33 @@ def _write(document: dict[str, Any], given: dict[str, Any]) -> bool:
     return write_all([Output(name, given[name], write) for name, write in writers.items() if given[name] is not None])
 
 
-def _show(document: dict[str, Any], given: dict[str, Any], other: dict[str, Any] | None, log: Any) -> None:
+def _comparisons(
+    document: dict[str, Any], given: dict[str, Any], other: dict[str, Any] | None, log: Any
+) -> list[tuple[list[Pair], str, list[str]]]:
+    """What was to be set beside the document: pairs, the other one's name, and the conditions that differ."""
+    from .compare import other_conditions, pair_documents, pair_log  # noqa: PLC0415
+
+    found = []
+    if other is not None:
+        name = Path(given["compare"]).name
+        found.append((pair_documents(document, other), name, other_conditions(document, other)))
+    if log is not None:
+        found.append((pair_log(document, log), "nccl-tests", []))
+    return found
+
+
+def _show(document: dict[str, Any], given: dict[str, Any], compared: list[tuple[list[Pair], str, list[str]]]) -> None:
     """The result on stdout; what went wrong on stderr."""
     from mtb_core import dumps  # noqa: PLC0415
 
-    from .compare import pair_documents, pair_log  # noqa: PLC0415
     from .tables import print_document, print_pairs  # noqa: PLC0415
 
     if given["as_json"]:
         click.echo(dumps(document, indent=2))
     else:
         print_document(document)
-        if other is not None:
-            print_pairs(pair_documents(document, other), Path(given["compare"]).name)
-        if log is not None:
-            print_pairs(pair_log(document, log), "nccl-tests")
+        for one in compared:
+            print_pairs(*one)
     if document["failure"] is not None:
         sys.stdout.flush()
         click.echo(f"mtb: error: {document['failure']['text']}", err=True)

@@ -15,6 +15,7 @@ from .definitions import DEFINITION
 from .fit import fit_rows
 from .kept import first_line
 from .points import CommRequest
+from .shape import shape_fault
 
 SCHEMA_VERSION = 1
 
@@ -77,5 +78,10 @@ def read_document(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} holds {found!r} of schema {version!r}, but 'communication' of schema {SCHEMA_VERSION} is wanted. "
             "Give a file that `mtb comm --output` wrote."
+        )
+    fault = shape_fault(document)
+    if fault is not None:
+        raise ConfigError(
+            f"{path} is no whole communication document: {fault}. Give a file as `mtb comm --output` wrote it."
         )
     return dict(document)

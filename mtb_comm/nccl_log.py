@@ -31,11 +31,15 @@ _HALF = 4
 
 @attrs.frozen(kw_only=True)
 class LogRow:
-    """One half of a line of the table. `operation` is None where the log does not name its program."""
+    """One half of a line of the table. `operation` is None where the log does not name its program.
+
+    `root` is None where the log has no such column, or says that the operation has none (-1).
+    """
 
     operation: str | None
     dtype: str
     reduction: str | None
+    root: int | None
     in_place: bool
     world_size: int | None
     size_bytes: int
@@ -90,6 +94,7 @@ def parse_log(lines: Iterable[str]) -> Iterator[LogRow]:
 def _halves(words: list[str], columns: list[str], operation: str | None, world_size: int | None) -> Iterator[LogRow]:
     first = columns.index("time")
     named = dict(zip(columns[:first], words, strict=False))
+    root = int(named.get("root", -1))
     for in_place, start in ((False, first), (True, first + _HALF)):
         half = words[start : start + _HALF]
         if len(half) < _HALF or half[0] == "N/A":
@@ -99,6 +104,7 @@ def _halves(words: list[str], columns: list[str], operation: str | None, world_s
             operation=operation,
             dtype=_DTYPES.get(named["type"], named["type"]),
             reduction=_REDUCTIONS.get(named.get("redop", "")),
+            root=root if root >= 0 else None,
             in_place=in_place,
             world_size=world_size,
             size_bytes=int(named["size"]),

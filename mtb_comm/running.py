@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mtb_core import ConfigError, Failure, environment, run_ranks
+from mtb_core import ConfigError, Failure, environment, external_launcher, run_ranks
 
 from .bench import Tamper, Work, measure
 from .document import make_document
 from .kept import cause_of, kept_file, read_kept, warned
+from .memory import refuse_too_large
 from .points import CommRequest, group_ranks, plan_points, ranks_of
 
 #: Lines of progress are at least so far apart, but for the last one.
@@ -108,17 +110,13 @@ def _refuse_early(request: CommRequest, nproc: int, device: str, backend: str) -
     if size < 1:
         raise ConfigError(f"--nproc is {size}; there must be at least 1 rank.")
     group_ranks(request, size)
-    plan_points(request, size, _backend(device, backend))
-
-
-def _backend(device: str, backend: str) -> str:
-    if backend != "auto":
-        return backend
     import torch  # noqa: PLC0415
 
     # Asking how many devices there are does not start CUDA in this process, which may fork ranks.
     cuda = device == "cuda" or (device == "auto" and torch.cuda.device_count() > 0)
-    return "nccl" if cuda else "gloo"
+    points = plan_points(request, size, backend if backend != "auto" else "nccl" if cuda else "gloo")
+    if not cuda:
+        refuse_too_large(points, int(os.environ.get("LOCAL_WORLD_SIZE", size)) if external_launcher() else size)
 
 
 def _from_journal(

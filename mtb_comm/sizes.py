@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,9 @@ from mtb_core import ConfigError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+#: A sweep has at most so many sizes.
+MAX_SIZES = 10_000
 
 #: Share of destinations that a drawn split sends nothing to.
 _EMPTY_SHARE = 0.25
@@ -24,7 +28,10 @@ def parse_size(text: str, what: str, *, minimum: int = 1) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"{what} is {text!r}; it must be a whole number of bytes such as 8, 4K, 64M or 1G.")
-    size = int(found[1]) * _UNITS[found[2].upper()]
+    # Python refuses to read numbers of thousands of digits; torch counts in 64 bits.
+    size = int(found[1][:40]) * _UNITS[found[2].upper()]
+    if size >= 2**63:
+        raise ConfigError(f"{what} is {text[:40]!r}; it must be less than 2^63 bytes, which is 8192 * 1024T.")
     if size < minimum:
         raise ConfigError(f"{what} is {text!r}; it must be at least {minimum} byte{'s' if minimum != 1 else ''}.")
     return size
@@ -48,8 +55,14 @@ def swept_sizes(first: int, last: int, factor: float) -> list[int]:
         raise ConfigError(
             f"-e {size_text(last)} is less than -b {size_text(first)}; sizes go up from -b to -e: swap them."
         )
-    if factor <= 1:
-        raise ConfigError(f"-f is {factor:g}; it must be more than 1, the factor from one size to the next.")
+    if not 1 < factor < math.inf:
+        raise ConfigError(f"-f is {factor:g}; it must be a number above 1, the factor from one size to the next.")
+    count = 1 + math.log(last / first) / math.log1p(factor - 1)
+    if count > MAX_SIZES:
+        raise ConfigError(
+            f"-f is {factor!r}, which makes {count:.0f} sizes from -b to -e; there can be at most {MAX_SIZES}. Give a "
+            "larger factor, such as 2, or the sizes themselves with --sizes."
+        )
     sizes: list[int] = []
     size = float(first)
     while round(size) <= last:

@@ -31,12 +31,23 @@ def print_document(document: Mapping[str, Any]) -> None:
     _write(parts)
 
 
-def print_pairs(pairs: Sequence[Pair], theirs: str) -> None:
-    """Two measurements side by side; `theirs` names the other one."""
+def print_pairs(pairs: Sequence[Pair], theirs: str, conditions: Sequence[str] = ()) -> None:
+    """Two measurements side by side; `theirs` names the other one, `conditions` what both do not share."""
     from rich.text import Text  # noqa: PLC0415
 
+    wrong = any(pair.theirs is not None and pair.theirs["wrong"] for pair in pairs)
     table = _table(
-        "operation", "dtype", "", "size", "ranks", "ms", f"ms, {theirs}", "ours / theirs", "busbw", f"busbw, {theirs}"
+        "operation",
+        "dtype",
+        "",
+        "size",
+        "ranks",
+        "ms",
+        f"ms, {theirs}",
+        "ours / theirs",
+        "busbw",
+        f"busbw, {theirs}",
+        *([f"wrong, {theirs}"] if wrong else []),
     )
     for pair in pairs:
         ours, other = pair.ours or {}, pair.theirs or {}
@@ -53,9 +64,12 @@ def print_pairs(pairs: Sequence[Pair], theirs: str) -> None:
             "" if ratio is None else f"{ratio:.3f}",
             _number(ours.get("busbw")),
             _number(other.get("busbw")),
+            *([str(other.get("wrong") or "")] if wrong else []),
         )
     matched = sum(pair.ratio is not None for pair in pairs)
-    _write([Text(f"this run and {theirs}: {matched} points in both", style="bold"), table])
+    parts: list[Any] = [Text(f"this run and {theirs}: {matched} points in both", style="bold")]
+    parts += [Text(f"not the same conditions: {text}") for text in conditions]
+    _write([*parts, table])
 
 
 def _title(document: Mapping[str, Any]) -> str:
@@ -123,7 +137,8 @@ def _kind(row: Mapping[str, Any]) -> str:
     usual = operation is None or in_place in operation.placements[:1]
     placement = "" if usual or in_place is None else "in place" if in_place else "out of place"
     split = row["split"] if row["split"] == "uneven" else ""
-    words = (row["reduction"] or "", placement, split)
+    root = f"root {row['root']}" if row.get("root") else ""
+    words = (row["reduction"] or "", placement, split, root)
     return " ".join(word for word in words if word)
 
 

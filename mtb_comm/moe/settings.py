@@ -15,6 +15,9 @@ ROUTINGS = ("token", "expert")
 OVERFLOWS = ("drop", "residual", "next")
 DTYPES = ("fp32", "bf16", "fp64")
 
+#: More would have no effect with fewer than a million experts, and slots are counted in 64 bits.
+MAX_CAPACITY_FACTOR = 1e6
+
 
 @attrs.frozen(kw_only=True)
 class RouteSettings:
@@ -88,10 +91,10 @@ class RouteSettings:
 
     def _check_capacity(self) -> None:
         factor = self.capacity_factor
-        if factor is not None and not (0 < factor < math.inf):
+        if factor is not None and not (0 < factor <= MAX_CAPACITY_FACTOR):
             raise ConfigError(
-                f"--capacity-factor is {factor}; it must be a finite number above 0 (1.25 leaves room for a quarter "
-                "more than the mean). For no limit use --dropless."
+                f"--capacity-factor is {factor}; it must be above 0 and at most {MAX_CAPACITY_FACTOR:g} (1.25 leaves room "
+                "for a quarter more than the mean). For no limit use --dropless."
             )
         if self.routing == "expert" and factor is None:
             raise ConfigError(

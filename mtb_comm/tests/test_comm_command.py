@@ -17,6 +17,11 @@ from mtb_core import ConfigError
 
 SMALL = ["--device", "cpu", "--sizes", "256,2K", "-n", "3", "-w", "1"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+#: Keys that nothing which is shown, drawn or compared is made of.
+UNUSED = {
+    "definition", "config", "execution_complete", "comparisons", "elements", "wire_bytes", "wire_bytes_total", "points",
+    "beta_busbw_gb_per_sec",
+}  # fmt: skip
 ROW_KEYS = {
     "operation", "dtype", "reduction", "in_place", "split", "world_size", "size_bytes", "elements", "count", "iterations",
     "time_ms", "algbw_gb_per_sec", "busbw_gb_per_sec", "wire_bytes", "wire_bytes_total", "wrong", "busiest_rank",
@@ -76,11 +81,32 @@ def test_files_from_an_earlier_document(tmp_path):
         done = CliRunner().invoke(comm, ["--result", str(first), *words])
         assert done.exit_code == 0, done.output
         assert (tmp_path / picture).read_bytes().startswith(start)
+    both = CliRunner().invoke(comm, ["--result", str(first), "--compare", str(first), "--json"])
+    (compared,) = json.loads(both.stdout)["comparisons"]
+    assert compared["with"] == "first.json"
+    assert [point["ratio"] for point in compared["points"]] == [1.0] * 4
+    _documents_that_lack_something(json.loads(first.read_text()), tmp_path / "broken.json")
     assert "4 points in both" in done.stdout
     assert "1.000" in done.stdout
     written = json.loads(calibration.read_text())
     assert written["kind"] == "communication_calibration"
     assert written["fits"] == json.loads(first.read_text())["fits"]
+
+
+def _documents_that_lack_something(document, path):
+    """Whatever is missing, or of another kind, is named, rather than found out after the measurement."""
+    row, fit = document["results"][0], document["fits"][0]
+    for place in (document, row, row["time_ms"], fit):
+        for key in [key for key in place if key not in UNUSED]:
+            kept = place.pop(key)
+            path.write_text(json.dumps(document))
+            assert "Give a file" in refusal("all_reduce", "--compare", str(path)), key
+            place[key] = {"odd": 1} if not isinstance(kept, dict) else 1
+            path.write_text(json.dumps(document))
+            assert "Give a file" in refusal("--result", str(path)), key
+            place[key] = kept
+    path.write_text(json.dumps({**document, "results": [1]}))
+    assert "results[0] is no object" in refusal("--result", str(path))
 
 
 @pytest.mark.timeout(60)
@@ -111,6 +137,19 @@ def test_against_nccl_tests(tmp_path):
         (["--device", "cpu", "--backend", "nccl"], "needs a CUDA device"),
         (["--iters", "0"], "--iters is 0"),
         (["--time", "0"], "--time is 0"),
+        (["--iters", "1000001"], "at most 1000000"),
+        (["--warmup", "1000001"], "at most 1000000"),
+        (["-f", "nan"], "-f is nan"),
+        (["-f", "inf"], "-f is inf"),
+        (["-f", "1.0000000000000002"], "at most 10000"),
+        (["--timeout", "-1"], "--timeout is -1"),
+        (["--timeout", "0"], "--timeout is 0"),
+        (["--timeout", "nan"], "--timeout is nan"),
+        (["--timeout", "1e300"], "--timeout is 1e+300"),
+        (["--splits", "1K,3K"], "name it alone"),
+        (["all_to_all", "broadcast", "--splits", "1K,3K"], "but all_to_all, broadcast are to be measured"),
+        (["all_to_all", "--splits", "1K,3K", "--split", "equal"], "--split is equal"),
+        (["all_reduce", "--device", "cpu", "--sizes", "1K,900T"], "900T"),
         (["--plot", "picture.bmp"], "Valid: .png, .svg"),
         (["--against", "mpi", "log"], "valid: nccl-tests"),
         (["--compare", "missing.json"], "cannot be read as JSON"),

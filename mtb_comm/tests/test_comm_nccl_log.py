@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mtb_comm.compare import pair_log
+from mtb_comm.compare import comparison, other_conditions, pair_documents, pair_log
 from mtb_comm.nccl_log import parse_log, read_log
+from mtb_comm.tables import print_pairs
 from mtb_core import ConfigError
 
 NEW = """\
@@ -83,7 +84,7 @@ def ours(operation, size, ms):
     return {
         "operation": operation, "dtype": "fp32", "reduction": "sum" if operation == "all_reduce" else None,
         "in_place": operation == "all_reduce", "split": None, "world_size": 4, "size_bytes": size,
-        "time_ms": {"mean": ms}, "busbw_gb_per_sec": 1.0,
+        "time_ms": {"mean": ms}, "busbw_gb_per_sec": 1.0, "splits_bytes": None, "wrong": 0,
     }  # fmt: skip
 
 
@@ -93,3 +94,59 @@ def test_paired_with_our_rows():
     pairs = pair_log(document, list(parse_log(NEW.splitlines())))
     assert [(p.shown["size_bytes"], p.ratio) for p in pairs] == [(1024, 2.0), (4096, None), (1048576, None)]
     assert pairs[0].theirs["world_size"] == 2
+
+
+ROOTS = """# Collective test starting: broadcast_perf
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+        1024           256     float    none       1    99.00    0.01    0.01      0    98.00    0.01    0.01      0
+        1024           256     float    none       0    11.00    0.09    0.09      0    12.00    0.09    0.09      7
+        1024           256     float    none       0    13.00    0.09    0.09      0    24.00    0.09    0.09      0
+        1024           256     float    none       2    97.00    0.01    0.01      0    96.00    0.01    0.01      0
+"""
+
+
+def test_every_line_of_a_size_is_shown():
+    """Lines of our root are each a pair, in their order; those of other roots stand alone; wrong elements are kept."""
+    mine = {**ours("broadcast", 1024, 0.012), "in_place": True}
+    pairs = pair_log({"results": [mine]}, list(parse_log(ROOTS.splitlines())))
+    assert [(p.ours is not None, p.shown["root"], p.ratio) for p in pairs] == [
+        (True, 0, 1.0),
+        (True, 0, 0.5),
+        (False, 1, None),
+        (False, 2, None),
+    ]
+    assert [p.theirs["wrong"] for p in pairs] == [7, 0, 0, 0]
+
+
+def test_wrong_elements_of_a_log_are_shown(capsys):
+    """The table says that the log's elements were wrong, and which root a line is of."""
+    mine = {**ours("broadcast", 1024, 0.012), "in_place": True}
+    print_pairs(pair_log({"results": [mine]}, list(parse_log(ROOTS.splitlines()))), "nccl-tests")
+    out = capsys.readouterr().out
+    assert "wrong, nccl-tests" in out
+    assert "root 2" in out
+    assert out.count(" 7") == 1
+
+
+def test_other_splits_are_other_points():
+    """Two uneven all_to_alls are the same point only where every part is."""
+    one = {**ours("all_to_all", 1024, 1.0), "split": "uneven", "splits_bytes": [[1024, 0], [1024, 0]]}
+    same, other = {**one}, {**one, "splits_bytes": [[0, 1024], [0, 1024]]}
+    assert [p.ratio for p in pair_documents({"results": [one]}, {"results": [same]})] == [1.0]
+    assert [p.ratio for p in pair_documents({"results": [one]}, {"results": [other]})] == [None, None]
+
+
+def test_other_conditions_are_named(capsys):
+    """Where the documents are of another backend or number of groups, the table and the JSON say so."""
+    mine = {"results": [ours("all_reduce", 1024, 1.0)], "groups": 1, "backend": "gloo", "device": "cpu"}
+    theirs = {**mine, "groups": 2, "backend": "nccl"}
+    assert other_conditions(mine, mine) == []
+    conditions = other_conditions(mine, theirs)
+    assert conditions == ["groups 1 here, 2 there", "backend gloo here, nccl there"]
+    pairs = pair_documents(mine, theirs)
+    print_pairs(pairs, "x.json", conditions)
+    assert capsys.readouterr().out.count("not the same conditions") == 2
+    found = comparison(pairs, "x.json", conditions)
+    assert (found["with"], found["other_conditions"]) == ("x.json", conditions)
+    assert found["points"][0]["ratio"] == 1.0
+    assert found["points"][0]["theirs"]["mean_ms"] == 1.0

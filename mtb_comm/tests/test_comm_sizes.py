@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from mtb_comm.sizes import drawn_splits, parse_size, parse_splits, size_text, swept_sizes
@@ -15,6 +17,13 @@ from mtb_core import ConfigError
 def test_sizes_are_powers_of_1024(text, size):
     """The suffixes mean what they mean in nccl-tests."""
     assert parse_size(text, "-b") == size
+
+
+@pytest.mark.parametrize("text", ["9000000T", "9" * 5000])
+def test_sizes_that_torch_cannot_count(text):
+    """What does not fit into 64 bits is refused."""
+    with pytest.raises(ConfigError, match="less than 2\\^63"):
+        parse_size(text, "-b")
 
 
 @pytest.mark.parametrize("text", ["", "K", "-1", "1.5M", "4Q", "0", "1 2"])
@@ -41,8 +50,13 @@ def test_sweep_that_cannot_be():
     """Swapped ends and a factor that does not grow are refused."""
     with pytest.raises(ConfigError, match="swap"):
         swept_sizes(64, 8, 2)
-    with pytest.raises(ConfigError, match="-f is 1"):
-        swept_sizes(8, 64, 1)
+    for factor in (1, 0.5, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"-f is .* above 1"):
+            swept_sizes(8, 64, factor)
+    with pytest.raises(ConfigError, match=r"-f is 1.0000000000000002, which makes .* at most 10000"):
+        swept_sizes(8, 64, 1.0000000000000002)
+    with pytest.raises(ConfigError, match="at most 10000"):
+        swept_sizes(1, 2**62, 1.001)
 
 
 def test_splits_by_hand():

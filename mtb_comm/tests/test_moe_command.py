@@ -132,6 +132,8 @@ def test_sweep(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     ("argv", "text"),
     [
         (["route", "--top-k", "9"], "valid: 1 to 8"),
+        (["route", "--capacity-factor", "1e300"], "at most 1e+06"),
+        (["sweep", "--capacity-factors", "1,nan"], "above 0"),
         (["route", "--dropless", "--capacity-factor", "1"], "exclude each other"),
         (["route", "--nproc", "0"], "at least 1"),
         (["route", "--distribution", "ziph"], "zipf"),

@@ -21,7 +21,7 @@ from mtb_core import ConfigError
         ({"zipf_s": math.nan}, "--zipf-s is nan"),
         ({"aux_weight": math.inf}, "--aux-weight is inf"),
         ({"top_k": 9}, "valid: 1 to 8"),
-        ({"capacity_factor": 0.0}, "finite number above 0.*--dropless"),
+        ({"capacity_factor": 0.0}, "above 0 and at most 1e\\+06.*--dropless"),
         ({"capacity_factor": math.nan}, "--capacity-factor is nan"),
         ({"capacity_factor": math.inf}, "--capacity-factor is inf"),
         ({"overflow": "bounce"}, "valid: drop, residual, next"),
