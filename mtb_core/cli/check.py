@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -68,7 +71,7 @@ def check(
             click.echo(f"{case.name:34} {case.check.title}")
         return EXIT_OK
     outcomes: list[Outcome] = []
-    with lab:
+    with _ending_at_signals(), lab:
         for number, case in enumerate(chosen, 1):
             outcomes.append(checking.run_case(lab, case))
             if not quiet:
@@ -77,6 +80,22 @@ def check(
     _remember(memory, [o.case.name for o in outcomes if o.status == "failed"])
     _show(certificate, as_json, output)
     return EXIT_CHECK_FAILED if certificate.count("failed") else EXIT_OK
+
+
+@contextmanager
+def _ending_at_signals() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 between two episodes end the command as they do in one (Ctrl-C does so by itself)."""
+    from mtb_core.testing.lab import Stopped  # noqa: PLC0415
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _report(outcome: Outcome, number: int, total: int) -> None:

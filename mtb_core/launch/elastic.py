@@ -71,12 +71,15 @@ class LaunchOutcome:
         values: what the entry returned, by global rank, for the ranks of this node that returned.
         failure: the first cause, where it failed.
         restarts: how often ranks were started again after a failure.
+        signal: name of the first stop signal that this process itself got meanwhile; one that only a rank got does
+            not show here.
     """
 
     exit_reason: ExitReason
     values: dict[int, Any]
     failure: Failure | None
     restarts: int
+    signal: str | None = None
 
 
 class LauncherSignals:
@@ -192,14 +195,16 @@ def _outcome(agent: Any, signals: LauncherSignals) -> LaunchOutcome:
     values = {} if agent is None else agent.values
     failures = [] if agent is None else agent.failures
     restarts = 0 if agent is None else agent.restarts
-    if signals.killing:
-        return LaunchOutcome("interrupted", values, None, restarts)
-    if failures:
-        return LaunchOutcome("failed", values, first_cause(failures), restarts)
     asked = signals.first or (None if agent is None else agent.stop_seen)
-    if asked is None:
-        return LaunchOutcome("done", values, None, restarts)
-    return LaunchOutcome("interrupted" if asked == "SIGINT" else "stopped", values, None, restarts)
+    failure: Failure | None = None
+    reason: ExitReason = "done"
+    if signals.killing:
+        reason = "interrupted"
+    elif failures:
+        reason, failure = "failed", first_cause(failures)
+    elif asked is not None:
+        reason = "interrupted" if asked == "SIGINT" else "stopped"
+    return LaunchOutcome(reason, values, failure, restarts, signals.first)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from mtb_core.registry.discovery import discover
 
 from .capabilities import Capabilities
 from .checking import Case, cases, run_case
-from .lab import Lab
+from .lab import Lab, Stopped
 
 
 class StrategyConformance:
@@ -48,7 +48,10 @@ class StrategyConformance:
     @pytest.mark.timeout(300)
     def test_conformance(self, lab: Lab, case: Case) -> None:
         """One check of the kit at a number of ranks."""
-        outcome = run_case(lab, case)
+        try:
+            outcome = run_case(lab, case)
+        except Stopped as stopped:
+            pytest.exit(str(stopped), returncode=stopped.exit_code)
         if outcome.status == "skipped":
             pytest.skip(outcome.reason)
         if outcome.status == "failed":

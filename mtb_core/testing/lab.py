@@ -13,6 +13,7 @@ from typing import Any, Self
 import attrs
 
 from mtb_core.api.descriptions import DatasetInfo, ModelInfo, StrategyInfo, load_reference
+from mtb_core.api.errors import EXIT_STOPPED, MtbError
 from mtb_core.api.options import parse_options
 from mtb_core.api.values import Plan, World
 from mtb_core.config import TrainConfig
@@ -52,6 +53,18 @@ _PRELOAD = (
 )
 #: A rank of an episode that takes longer than this shows its stacks and is ended, seconds.
 DEADLINE_S = 60.0
+
+
+class Stopped(MtbError):
+    """This process was told to end while it ran an episode; whether the strategy is right is not known then."""
+
+    exit_code = EXIT_STOPPED
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(
+            f"Stopped by {signal_name}: the remaining checks were not run. There is no certificate, and what failed the "
+            "last time is still remembered for --last-failed."
+        )
 
 
 @attrs.frozen
@@ -201,6 +214,7 @@ class Lab:
 
         Raises:
             ConfigError: it cannot be run at all.
+            KeyboardInterrupt, Stopped: this process, not a rank, was interrupted or told to end meanwhile.
         """
         if asked not in self._runs:
             self._runs[asked] = self._run(asked)
@@ -238,6 +252,8 @@ class Lab:
                 on_line=_keep_in(log),
             )
         )
+        if outcome.signal is not None:
+            raise KeyboardInterrupt if outcome.signal == "SIGINT" else Stopped(outcome.signal)
         traces = {r: trace for r, trace in enumerate(read_traces(folder, asked.ranks)) if trace is not None}
         reason: str = outcome.exit_reason
         if reason == "done" and traces and (result := next(iter(traces.values())).result) is not None:

@@ -7,13 +7,19 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
 
+import attrs
 import pytest
 
-from mtb_core.cli import main
+from mtb_core import StrategyInfo
+from mtb_core.cli import check, main
+from mtb_core.registry.discovery import discover
+
+from . import kit_strategies
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +106,46 @@ def test_a_debugger_opens_in_a_rank():
     assert b"about to call the strategy's prepare(job)" in seen
     assert b"1 checks" not in seen
     assert asked >= 1
+
+
+class EndsTheLauncher(kit_strategies.Right):
+    """Its first rank signals the process that launched it, as a user does who ends the command."""
+
+    number = signal.SIGTERM
+
+    def prepare(self, job):
+        if job.ctx.rank == 0:
+            os.kill(os.getppid(), self.number)
+        return super().prepare(job)
+
+
+class Interrupts(EndsTheLauncher):
+    """The same with what Ctrl-C sends."""
+
+    number = signal.SIGINT
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [(EndsTheLauncher, 4, "mtb: error: Stopped by SIGTERM"), (Interrupts, 130, "mtb: interrupted.")],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signal_ends_the_command(kind, code, words, capsys, monkeypatch, tmp_path):
+    """It is no failure of the strategy: no later check, no certificate, and nothing that is remembered is replaced."""
+    info = StrategyInfo("ends", "Ends", f"{__name__}:{kind.__name__}", kit_strategies.plan)
+    found = attrs.evolve(discover(), strategies={**discover().strategies, info.name: info})
+    monkeypatch.setattr(check, "discover", lambda: found)
+    memory = check._memory(info.name, {})
+    check._remember(memory, ["parity.data@2"])
+    output = tmp_path / "certificate.json"
+    chosen = ["--nproc", "2", "--only", "parity.losses", "--only", "parity.data", "--output", str(output)]
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    assert main(["plugins", "check", info.name, *chosen]) == code
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.splitlines()[-1].startswith(words)
+    assert "parity." not in streams.err
+    assert not output.exists()
+    assert check._remembered(memory) == ["parity.data@2"]
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
