@@ -6,12 +6,15 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
+from mtb_comm.bench import Work
+from mtb_comm.bench import measure as measure_rows
 from mtb_comm.definitions import DTYPE_BYTES, OPERATIONS, REDUCTIONS
 from mtb_comm.points import CommRequest
 from mtb_comm.running import measure_all
-from mtb_core import ConfigError
+from mtb_core import ConfigError, run_ranks
 
 OPERATION_NAMES = tuple(OPERATIONS)
 
@@ -171,3 +174,38 @@ def test_refused_before_ranks_start():
         measure(request, 2)
     with pytest.raises(ConfigError, match="at least 1"):
         measure(CommRequest(operations=("barrier",), sizes=(8,)), 0)
+
+
+class StopLater:
+    """A stop flag that is set once it was asked `times` times."""
+
+    def __init__(self, times):
+        self.left = times
+
+    @property
+    def requested(self):
+        self.left -= 1
+        return "SIGTERM" if self.left < 0 else None
+
+
+def stop_on_one(request, ctx, worker):
+    """Rank 1 alone is asked to stop, when the check, and two loops of warm-up, are over."""
+    stop = StopLater(3 if ctx.rank == 1 else 10**9)
+    return measure_rows(Work(request), ctx, attrs.evolve(worker, stop=stop))["stopped"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("iterations", "warmup"), [(1, 10**6), (10**6, 0)])
+def test_stop_in_the_first_calls(iterations, warmup):
+    """A stop is noticed in a warm-up that takes minutes, and without one in the first timed calls."""
+    request = CommRequest(operations=("barrier",), sizes=(8,), iterations=iterations, warmup=warmup)
+    assert run_ranks(stop_on_one, request, nproc=2, device="cpu").value == "SIGTERM"
+
+
+@pytest.mark.timeout(60)
+def test_a_time_without_warm_up():
+    """Without any estimate a point takes about as long as it is to, rather than a thousand million calls."""
+    request = CommRequest(operations=("barrier",), sizes=(8,), warmup=0, seconds=0.2)
+    (row,) = measure(request, 2)["results"]
+    assert 1 < row["iterations"] < 10**6
+    assert row["iterations"] * row["time_ms"]["mean"] < 20e3

@@ -14,6 +14,7 @@ import pytest
 
 from mtb_comm.moe import benchmark
 from mtb_comm.moe import layer as layer_module
+from mtb_comm.moe import learned as learned_module
 from mtb_core.cli import main
 
 TINY = ["--tokens-per-rank", "16", "--hidden-size", "8", "--ffn-size", "8", "--iters", "3", "--warmup", "1"]
@@ -286,3 +287,59 @@ def test_help_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
     assert done.stdout.endswith("[]\n")
+
+
+#: The command, but rank 1 is killed when it comes to the point with capacity factor 2.
+DYING = """
+import os, signal, sys
+from mtb_comm.moe import benchmark
+from mtb_core.cli import main
+
+class Dying(benchmark.Point):
+    def __init__(self, settings, ctx, worker):
+        if ctx.rank == 1 and settings.capacity_factor == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(settings, ctx, worker)
+
+benchmark.Point = Dying
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_finished_rows_stay_under_torchrun(tmp_path: Path):
+    """Where a rank of torchrun's dies, rank 0 writes the rows that were done before it leaves."""
+    script, output, plot = tmp_path / "dying.py", tmp_path / "x.json", tmp_path / "x.png"
+    script.write_text(DYING)
+    options = ["--capacity-factors", "1,2", "--skews", "0", "--output", str(output), "--plot", str(plot)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [*command, "moe", "sweep", *TINY, *options], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 1
+    found = strict(output.read_text())
+    assert (found["exit_reason"], found["world_size"], found["backend"]) == ("failed", 2, "gloo")
+    assert [row["capacity_factor"] for row in found["results"]] == [1]
+    assert found["failure"]["text"]
+    assert plot.exists()
+
+
+@pytest.mark.timeout(60)
+def test_training_a_router_stops(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A stop that comes while the router is trained ends the run at the next step of training."""
+    text = tmp_path / "text"
+    text.write_text("abcdefgh" * 30)
+    real, drawn = learned_module._draw, []
+
+    def draw(data: Any, settings: Any, ctx: Any, what: str) -> Any:
+        drawn.append(what)
+        if what == "step 3":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(data, settings, ctx, what)
+
+    monkeypatch.setattr(learned_module, "_draw", draw)
+    options = ["--nproc", "1", "--distribution", "learned", "--data", str(text), "--router-steps", "1000000", "--json"]
+    found = strict(run(capfd, "route", *TINY, *options, code=4)[0])
+    assert drawn == ["step 0", "step 1", "step 2", "step 3"]
+    assert (found["exit_reason"], found["execution_complete"]) == ("stopped", False)
