@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo parity test test-slow lint format docs bench clean
+.PHONY: help setup demo parity evidence test test-slow lint format docs bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -38,6 +38,13 @@ demo: $(STAMP)  ## train a small GPT on two ranks: live progress, a table, runs/
 
 parity: $(STAMP)  ## one training under every strategy: losses against those of `single`
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
+
+evidence: $(STAMP)  ## run the small recipes and write their report to docs/example
+	@for r in recipes/*.toml; do OMP_NUM_THREADS=1 $(BIN)/mtb sweep $$r --size small \
+		--run-dir runs/evidence/$$(basename $$r .toml) || exit $$?; done
+	$(BIN)/mtb evidence manifest runs/evidence
+	$(BIN)/mtb evidence audit runs/evidence
+	$(BIN)/mtb report runs/evidence --title "The small recipes on two cores" --output docs/example/report.md
 
 test: $(STAMP)  ## the fast tests of all packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"

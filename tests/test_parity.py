@@ -18,8 +18,8 @@ COMMON = {
     "n_layers": 2,
     "global_batch_size": 12,
     "learning_rate": 3e-3,
-    "warmup_steps": 1,
-    "steps": 19,
+    "warmup_steps": 2,
+    "steps": 18,
     "max_grad_norm": 0.5,
     "device": "cpu",
 }

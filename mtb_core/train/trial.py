@@ -148,7 +148,7 @@ def _train(
     first = trainer.progress.global_step + 1
     warmup_until, last = inputs.resolved.warmup_until, inputs.resolved.last_step
     trainer.hooks.run_started(RunInfo(config, ctx, inputs.folder, first, last, trial, inputs.progress))
-    counted = warmup_until if _may_count(inputs, outcome) else None
+    counted = warmup_until if _may_count(inputs, outcome, first) else None
     evaluated = 0
     for step in range(first, last + 1):
         if step == counted:
@@ -237,13 +237,15 @@ def preserved_generators() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _may_count(inputs: TrialInputs, outcome: TrialOutcome) -> bool:
-    """Whether collectives can be counted: in the last warm-up step, which is not timed."""
-    config = inputs.resolved.config
-    if config.compile:
+def _may_count(inputs: TrialInputs, outcome: TrialOutcome, first: int) -> bool:
+    """Whether collectives can be counted: in the last warm-up step, which is not timed, if that is not the first.
+
+    In its first step a strategy may do what it does only once.
+    """
+    if inputs.resolved.config.compile:
         outcome.collectives_reason = "not counted with --compile"
-    elif not config.warmup_steps:
-        outcome.collectives_reason = "counted in a warm-up step; there was none"
+    elif inputs.resolved.warmup_until <= first:
+        outcome.collectives_reason = "counted in a second or later warm-up step; there was none"
     else:
         return True
     return False
