@@ -15,8 +15,8 @@ ROUTINGS = ("token", "expert")
 OVERFLOWS = ("drop", "residual", "next")
 DTYPES = ("fp32", "bf16", "fp64")
 
-#: More would have no effect with fewer than a million experts, and slots are counted in 64 bits.
-MAX_CAPACITY_FACTOR = 1e6
+#: Factors, exponents and weights: more would change nothing, and ends in infinities of fp32 or beyond 64 bits.
+MAX_NUMBER = 1e6
 
 
 @attrs.frozen(kw_only=True)
@@ -74,8 +74,10 @@ class RouteSettings:
     def __attrs_post_init__(self) -> None:
         for name in ("tokens_per_rank", "hidden_size", "ffn_size", "num_experts", "top_k", "iters", "router_steps"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("warmup", "zipf_s", "aux_weight", "z_weight", "seed"):
+        for name in ("warmup", "seed"):
             _at_least(name, getattr(self, name), 0)
+        for name in ("zipf_s", "aux_weight", "z_weight"):
+            _at_least(name, getattr(self, name), 0, most=MAX_NUMBER)
         _one_of("distribution", self.distribution, DISTRIBUTIONS)
         _one_of("gate", self.gate, GATES)
         _one_of("routing", self.routing, ROUTINGS)
@@ -91,9 +93,9 @@ class RouteSettings:
 
     def _check_capacity(self) -> None:
         factor = self.capacity_factor
-        if factor is not None and not (0 < factor <= MAX_CAPACITY_FACTOR):
+        if factor is not None and not (0 < factor <= MAX_NUMBER):
             raise ConfigError(
-                f"--capacity-factor is {factor}; it must be above 0 and at most {MAX_CAPACITY_FACTOR:g} (1.25 leaves room "
+                f"--capacity-factor is {factor}; it must be above 0 and at most {MAX_NUMBER:g} (1.25 leaves room "
                 "for a quarter more than the mean). For no limit use --dropless."
             )
         if self.routing == "expert" and factor is None:
@@ -155,7 +157,9 @@ def as_fields(settings: RouteSettings) -> dict[str, Any]:
     return values
 
 
-def _at_least(name: str, value: float, minimum: int) -> None:
+def _at_least(name: str, value: float, minimum: int, *, most: float | None = None) -> None:
+    if most is not None and value > most:
+        raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number from {minimum} to {most:g}.")
     if not minimum <= value < math.inf:
         raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a finite number of at least {minimum}.")
 
