@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .measure.statistics import percentile, summarize
     from .measure.validity import formal_obstacles
     from .ranks.agree import from_rank_zero, gather_objects, same_on_all
+    from .ranks.buffers import broadcast_buffers
     from .ranks.failures import Failure
     from .ranks.worker import Worker
     from .running import reports_here, run
@@ -42,6 +43,7 @@ _LAZY = {
     "TrainConfig": ".config",
     "Worker": ".ranks.worker",
     "audit_folder": ".measure.audit",
+    "broadcast_buffers": ".ranks.buffers",
     "create_missing_state": ".api.state",
     "dumps": ".measure.jsonio",
     "environment": ".measure.environment",
@@ -79,6 +81,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "Worker",
     "__version__",
     "audit_folder",
+    "broadcast_buffers",
     "create_missing_state",
     "dumps",
     "environment",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
+from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
 from mtb_ddp.plugin import DDPOptions
 from mtb_ddp.zero1 import make_zero1, zero1_state
 
@@ -66,8 +66,7 @@ class DDPStrategy(Strategy):
         DDP gives every rank the buffers of rank 0 at the next forward; here it is done before they are saved, so that
         a checkpoint holds one model.
         """
-        for buffer in prepared.core.buffers():
-            dist.broadcast(buffer, src=0)
+        broadcast_buffers(prepared.core.buffers())
         if prepared.engine.zero1:
             return zero1_state(prepared)
         return super().state(prepared)

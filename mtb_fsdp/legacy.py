@@ -25,11 +25,12 @@ from mtb_core import (
     Shards,
     State,
     Strategy,
+    broadcast_buffers,
     fragment_pieces,
     module_state,
 )
 from mtb_fsdp.plugin import FSDP1Options
-from mtb_fsdp.replicated import BufferSync, broadcast_buffers
+from mtb_fsdp.replicated import BufferSync
 from mtb_fsdp.skeleton import Names
 from mtb_fsdp.units import check_dtypes, choose_units
 from mtb_fsdp.unused import UsageCheck

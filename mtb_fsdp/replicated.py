@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
-def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
-    """Give every rank the buffers of rank 0, in one message for each dtype. All ranks."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in buffers:
-        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    with torch.no_grad():
-        for same in by_kind.values():
-            flat = torch.cat([b.reshape(-1) for b in same])
-            dist.broadcast(flat, src=0)
-            _copy_back(flat, same)
+from mtb_core import broadcast_buffers
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:

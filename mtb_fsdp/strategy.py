@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
+from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
 from mtb_fsdp.plugin import FSDPOptions
-from mtb_fsdp.replicated import BufferSync, broadcast_buffers, sum_gradients
+from mtb_fsdp.replicated import BufferSync, sum_gradients
 from mtb_fsdp.units import check_dtypes, choose_units
 from mtb_fsdp.unused import UsageCheck
 

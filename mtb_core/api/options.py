@@ -37,7 +37,10 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A field of an options class: its default, help text, and valid values (`choices`, or bounds, both inclusive)."""
+    """A field of an options class: its default, help text, and valid values (`choices`, or bounds, both inclusive).
+
+    Where None is possible, ``none`` means it, unless it is one of `choices`.
+    """
     return attrs.field(
         default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
     )
@@ -96,12 +99,12 @@ def _type_name(hint: Any) -> str:
 
 
 def _convert(raw: Any, hint: Any, metadata: Mapping[str, Any], what: str) -> Any:
+    choices, low, high = metadata.get("choices"), metadata.get("minimum"), metadata.get("maximum")
     optional = type(None) in typing.get_args(hint)
-    if optional and (raw is None or raw == "none"):
+    if optional and (raw is None or (raw == "none" and raw not in (choices or ()))):
         return None
     kind = next((a for a in typing.get_args(hint) if a is not type(None)), hint)
     value = _scalar(raw, kind, what)
-    choices, low, high = metadata.get("choices"), metadata.get("minimum"), metadata.get("maximum")
     if choices and value not in choices:
         hint_text = nearest(str(value), map(str, choices))
         msg = f"{what} is {value!r}; valid: {', '.join(map(str, choices))}.{hint_text}"
@@ -126,9 +129,10 @@ def _scalar(raw: Any, kind: type, what: str) -> Any:
         raise ConfigError(wrong + _KINDS[kind])
     try:
         value = kind(raw)
-    except ValueError:
+        fits = math.isfinite(value) and not (isinstance(raw, float) and value != raw)
+    except (ValueError, OverflowError):
         raise ConfigError(wrong + _KINDS[kind]) from None
-    if math.isnan(value) or (isinstance(raw, float) and value != raw):
+    if not fits:
         raise ConfigError(wrong + _KINDS[kind])
     return value
 

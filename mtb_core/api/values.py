@@ -98,6 +98,9 @@ class Plan:
         sharded: no rank holds all of the model and its optimizer, where there are several data ranks.
         custom_models: takes any `ModelSpec`, not only one with a tensor-parallel plan.
         resharding: its checkpoints can be resumed on another number of ranks and by other strategies.
+        options: the options with what they leave open filled in (from a file that one of them names, or by defaults
+            that depend on others); None: they are whole as given. It is these that the strategy gets and that
+            results and ``config.toml`` record; planned again with them, the plan must be the same.
     """
 
     layout: Layout
@@ -112,6 +115,7 @@ class Plan:
     sharded: bool = False
     custom_models: bool = True
     resharding: bool = True
+    options: Any = None
 
 
 @attrs.frozen

@@ -26,7 +26,7 @@ class ResolvedRun:
 
     Attributes:
         config: batch sizes, steps and schedule filled in; `write_toml` of it reproduces the run.
-        options: instance of the strategy's options class.
+        options: instance of the strategy's options class, with all that its plan filled in.
         sync_mode: resolved gradient sync mode.
         warmup_until: the global step after which steps are measured.
         last_step: the global step at which the run is done.
@@ -54,6 +54,10 @@ def resolve(
     """
     options = parse_options(strategy.options, config.strategy_opt, owner=f"strategy '{strategy.name}'")
     plan: Plan = strategy.plan(options, config, world)
+    if plan.options is not None:
+        options = plan.options
+        whole = {name: value for name, value in attrs.asdict(options).items() if value is not None}
+        config = attrs.evolve(config, strategy_opt=whole)
     if plan.layout.size != world.size:
         msg = f"strategy '{strategy.name}' plans for {plan.layout.size} ranks, but there are {world.size}."
         raise ConfigError(msg)

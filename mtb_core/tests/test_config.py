@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtb_core import ConfigError, Layout, NoOptions, Plan, StrategyInfo, TrainConfig, World, load_config
+from mtb_core import ConfigError, Layout, NoOptions, Plan, StrategyInfo, TrainConfig, World, load_config, option
 from mtb_core.config import fingerprint, resolve, settings, starter_toml, write_toml
 from mtb_core.config.schema import GROUPS, value_type
 
@@ -154,6 +154,27 @@ def test_batches_that_do_not_divide() -> None:
         resolved(2, global_batch_size=10, batch_size=2)
     with pytest.raises(ConfigError, match="contradict each other"):
         resolved(2, global_batch_size=8, batch_size=2, grad_accum_steps=3)
+
+
+@attrs.frozen
+class _Options:
+    level: int | None = option(None, help="A level.")
+    other: str | None = option(None, help="Another thing.")
+
+
+def test_a_plan_fills_in_options(tmp_path: Path) -> None:
+    """What the plan says of the options is what runs, and what a file of the resolved configuration holds."""
+
+    def plan(options: _Options, config: TrainConfig, world: World) -> Plan:
+        return Plan(Layout((("dp", world.size),)), options=attrs.evolve(options, level=options.level or 2))
+
+    info = StrategyInfo("filled", "help", "a:b", plan, _Options)
+    run = resolve(TrainConfig(strategy="filled"), info, World(1, 1), vocab_size=256)
+    assert run.options == _Options(level=2)
+    path = tmp_path / "config.toml"
+    path.write_text(write_toml(run.config))
+    assert load_config({}, file=path).strategy_opt == {"level": 2}
+    assert resolve(load_config({}, file=path), info, World(1, 1)).plan == run.plan
 
 
 def test_a_resolved_file_serves_other_numbers_of_ranks(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""One model on all ranks: buffers are those of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
+    """Give every rank the buffers of rank 0, in one message for each dtype and device. All ranks, in a process group.
+
+    Collectives on CPU read and write behind a tensor whose elements do not lie one behind the other; so copies are
+    sent. Of a dimension made by ``expand`` the one element that is there is sent.
+    """
+    import torch  # noqa: PLC0415  (torch is imported when it is used)
+    import torch.distributed as dist  # noqa: PLC0415
+
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in buffers:
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(_without_repeats(buffer))
+    with torch.no_grad():
+        for same in by_kind.values():
+            flat = torch.cat([b.reshape(-1) for b in same])
+            dist.broadcast(flat, src=0)
+            for buffer, sent in zip(same, flat.split([b.numel() for b in same]), strict=True):
+                buffer.copy_(sent.view(buffer.shape))
+
+
+def _without_repeats(buffer: Tensor) -> Tensor:
+    """A view of the same elements, none of them twice."""
+    for dimension, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            buffer = buffer.narrow(dimension, 0, 1)
+    return buffer
