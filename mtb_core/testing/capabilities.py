@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from .lab import Lab
 
 
+def _numbers_of_ranks(_instance: object, _attribute: object, value: tuple[int, ...]) -> None:
+    if not value or min(value) < 1 or len(set(value)) != len(value):
+        raise ConfigError(
+            f"Capabilities(world_sizes={value!r}): these are the numbers of ranks to check at, at least one of them, each "
+            "at least 1 and named once. Leave world_sizes out for 1, 2 and 3."
+        )
+
+
 @attrs.frozen(kw_only=True)
 class Capabilities:
     """What is checked; what is declared must hold, what is not is skipped and listed.
@@ -30,9 +38,12 @@ class Capabilities:
         custom_models: models other than the built-in one.
         exact_resume: a resumed run is bitwise the uninterrupted one.
         resharding: checkpoints can be resumed on another number of ranks and by other strategies.
+
+    Raises:
+        ConfigError: `world_sizes` is empty, or has a number below 1 or twice.
     """
 
-    world_sizes: tuple[int, ...] = (1, 2, 3)
+    world_sizes: tuple[int, ...] = attrs.field(default=(1, 2, 3), validator=_numbers_of_ranks)
     exact: bool = True
     sharded: bool = False
     sync_modes: tuple[SyncMode, ...] = ("every", "last")

@@ -18,8 +18,10 @@ from mtb_core.api.options import nearest
 from .lab import Lab
 from .states import Mismatch
 
-#: Modules whose import fills the list of checks, in the order in which checks run.
+#: Groups of checks, in the order in which they run.
 _GROUPS = ("discovery", "parity", "sync", "models", "checkpoints", "failures", "processes")
+#: Modules whose import fills the list of checks.
+_MODULES = (*_GROUPS, "precision", "resuming", "holdings")
 #: The page that explains every check, relative to the documentation's root.
 PAGE = "docs/reference/checks.md"
 
@@ -121,8 +123,8 @@ def check(
 
 def all_checks() -> Sequence[Check]:
     """Every check of the kit, in order."""
-    for group in _GROUPS:
-        import_module(f"mtb_core.testing.checks.{group}")
+    for module in _MODULES:
+        import_module(f"mtb_core.testing.checks.{module}")
     return sorted(_checks, key=lambda c: _GROUPS.index(c.name.partition(".")[0]))
 
 

@@ -6,7 +6,10 @@ import contextlib
 import functools
 import gc
 import inspect
+import os
+import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -75,6 +78,57 @@ class Leftovers(Probe):
     def around(self, trace: RankTrace) -> contextlib.AbstractContextManager[None]:
         """See the class."""
         return _leftovers(trace)
+
+
+@attrs.frozen
+class Surroundings(Probe):
+    """Notes under ``surroundings`` what the run has changed around it: what, and how.
+
+    Working directory, environment, signal handlers; and files in the working directory, which is an empty one of this
+    rank's own meanwhile.
+    """
+
+    def observer(self, stage: Stage) -> object:  # noqa: ARG002  (it only looks from outside the run)
+        """See the class."""
+        return _Nothing()
+
+    def around(self, trace: RankTrace) -> contextlib.AbstractContextManager[None]:
+        """See the class."""
+        return _surroundings(trace)
+
+
+@contextlib.contextmanager
+def _surroundings(trace: RankTrace) -> Iterator[None]:
+    home = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="mtb-kit-cwd-") as folder:
+        os.chdir(folder)
+        here, environment, handlers = Path.cwd(), dict(os.environ), _handlers()
+        try:
+            yield
+        finally:
+            changed: dict[str, str] = {}
+            if Path.cwd() != here:
+                changed["working directory"] = str(Path.cwd())
+            os.chdir(home)
+            if left := sorted(path.name for path in here.iterdir()):
+                changed["files"] = ", ".join(left)
+            if other := _different(environment, dict(os.environ)):
+                changed["environment"] = ", ".join(other)
+            if other := _different(handlers, _handlers()):
+                changed["signal handlers"] = ", ".join(other)
+            trace.notes["surroundings"] = changed
+
+
+def _handlers() -> dict[str, Any]:
+    return {
+        number.name: signal.getsignal(number)
+        for number in sorted(signal.valid_signals())
+        if isinstance(number, signal.Signals)
+    }
+
+
+def _different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 class _Nothing:

@@ -7,6 +7,11 @@ import sys
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make known the marker of the tests in `StrategyConformance`; without pytest-timeout it does nothing."""
+    config.addinivalue_line("markers", "timeout(seconds): end a test that takes longer (needs pytest-timeout)")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give each subclass of `StrategyConformance` one test a check and number of ranks."""
     conformance = sys.modules.get("mtb_core.testing.conformance")

@@ -87,6 +87,10 @@ class Scalar(Sample):
         return super().hidden(tokens) * self.scale
 
 
+#: What `Buffers` has averaged into ``running`` in this process, in order.
+MEANS: list[torch.Tensor] = []
+
+
 class Buffers(Sample):
     """A persistent buffer that each rank's own samples change, one of whole numbers, and one that is not saved."""
 
@@ -105,7 +109,8 @@ class Buffers(Sample):
         x = self.hidden(tokens)
         if self.training:
             with torch.no_grad():
-                self.running.lerp_(x.detach().float().mean(dim=(0, 1)), 0.5)
+                MEANS.append(x.detach().float().mean(dim=(0, 1)))
+                self.running.lerp_(MEANS[-1], 0.5)
                 self.calls.add_(1)
                 self.scratch.fill_(1.0)
         logits: torch.Tensor = self.out(x)

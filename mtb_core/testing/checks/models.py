@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from mtb_core.testing.checking import check
-from mtb_core.testing.checks.parity import TOLERANCE, same_losses, sgd, training
+from mtb_core.testing.checking import Skip, check
+from mtb_core.testing.checks.parity import TOLERANCE, gradients, same_losses, sgd, training
 from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab, Run
 from mtb_core.testing.probes import Forwards, Modes
+from mtb_core.testing.probes_tensors import BufferMeans
 from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within, same_keys
 
 #: What weight decay takes from a weight in four steps, with some room.
@@ -106,6 +108,37 @@ def tied(lab: Lab, ranks: int) -> None:
 
 
 @check(
+    "models.norm",
+    "Gradient norm and clipping count a shared parameter once, and frozen ones not at all.",
+    mistake="gradients(prepared) lists a tied parameter under both of its names, or something of parameters that are not "
+    "trained: take prepared.trainable, or parameters() without remove_duplicate=False",
+    ranks="most",
+    needs=("exact", "clipping"),
+)
+def norm(lab: Lab, ranks: int) -> None:
+    """The norms that are reported, and the clipped gradient that moved the weights, with tied and with frozen ones."""
+    kinds: dict[str, dict[str, Any]] = {}
+    if lab.capabilities.tied:
+        kinds["tied"] = {"tie_embeddings": True}
+    if lab.capabilities.custom_models:
+        kinds["frozen"] = {"model": "kit-frozen"}
+    if not kinds:
+        raise Skip("neither tied nor custom models are declared")
+    for kind, settings in kinds.items():
+        asked = {**settings, "max_grad_norm": 0.05}
+        run, reference = lab.done(sgd(ranks, **asked)), lab.done(sgd(1, subject=False, **asked))
+        expected = reference.first.records[0].grad_norm
+        for rank, trace in run.traces.items():
+            seen = trace.records[0].grad_norm
+            if not math.isclose(seen, expected, rel_tol=1e-4):
+                raise Mismatch(
+                    f"a gradient norm of {expected:.9g} with {kind} parameters, as `single` has",
+                    f"{seen:.9g} on rank {rank}",
+                )
+        equal_within(gradients(run, 1), gradients(reference, 1), 1e-4, f"clipped gradients with {kind} parameters")
+
+
+@check(
     "models.tied_resume",
     "A shared parameter is still shared after a resume.",
     mistake="loading replaced one of the two by a new tensor; fill the pieces in place",
@@ -161,8 +194,8 @@ def scalar(lab: Lab, ranks: int) -> None:
     needs=("custom_models",),
 )
 def buffers(lab: Lab, ranks: int) -> None:
-    """Assembling the state compares the ranks' copies."""
-    run = lab.done(training(ranks, model="kit-buffers"))
+    """Assembling the state compares the ranks' copies; whichever rank's is kept, or their mean, counts and bounds hold."""
+    run = lab.done(training(ranks, model="kit-buffers", probes=(BufferMeans(),)))
     start = lab.done(training(1, subject=False, model="kit-buffers")).whole(0)
     for step in (0, 1, 4):
         whole = run.whole(step)
@@ -170,6 +203,26 @@ def buffers(lab: Lab, ranks: int) -> None:
     equal_bitwise(_buffers(run.whole(0)), _buffers(start), "buffers before the first step")
     if torch.equal(run.whole(4)["model/running"], start["model/running"]):
         raise Mismatch("buffers that forward has changed", "'model/running' is as it was at the start")
+    for step in (1, 4):
+        calls, forwards = int(run.whole(step)["model/calls"]), step * 2
+        if calls != forwards:
+            raise Mismatch(f"'model/calls' to be {forwards} after step {step}, the forwards of one rank", f"{calls}")
+    least, most = _running_bounds(run)
+    seen = run.whole(4)["model/running"]
+    if (seen < least).any() or (seen > most).any():
+        raise Mismatch(
+            f"'model/running' between {least.tolist()} and {most.tolist()}, as the samples of the ranks give it",
+            f"{seen.tolist()}",
+        )
+
+
+def _running_bounds(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least and most that ``running`` can be, whichever ranks its averages were taken from, with room for rounding."""
+    by_rank = torch.stack([torch.stack(trace.notes["means"]) for trace in run.traces.values()])
+    least = most = torch.zeros(by_rank.shape[-1])
+    for low, high in zip(by_rank.amin(0), by_rank.amax(0), strict=True):
+        least, most = least.lerp(low, 0.5), most.lerp(high, 0.5)
+    return least - TOLERANCE, most + TOLERANCE
 
 
 def same_state(run: Run, reference: Run, step: int) -> None:

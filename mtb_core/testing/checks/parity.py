@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtb_core.testing.checking import check
+from mtb_core.testing.checking import Skip, check
 from mtb_core.testing.episodes import Episode, episode
 from mtb_core.testing.lab import Lab, Run
 from mtb_core.testing.states import Mismatch, Whole, assemble, equal_bitwise, equal_within
@@ -207,7 +207,7 @@ def replicas(lab: Lab, ranks: int) -> None:
 
 @check(
     "parity.accumulation",
-    "The same global batch gives the same gradient in one micro-batch as in three.",
+    "The same global batch gives the same gradient however many micro-batches it is split into.",
     mistake="each micro-batch must ADD to the gradients, without dividing by their number",
     needs=("exact", "accumulation"),
 )
@@ -268,19 +268,24 @@ def master_weights(lab: Lab, ranks: int) -> None:
 )
 def reduce_dtype(lab: Lab, ranks: int) -> None:
     """The dtype of every reduction between ranks with different data."""
-    from mtb_core.testing.checks.sync import gradient_reductions  # noqa: PLC0415  (it imports this module)
+    from mtb_core.testing.checks.sync import NO_REDUCTION, gradient_reductions, needs_data_ranks  # noqa: PLC0415  (it imports this module)
 
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+    needs_data_ranks(lab, ranks)
+    found = 0
     for precision in ("fp32", "bf16") if lab.capabilities.bf16 else ("fp32",):
         declared = lab.plan(ranks, precision=precision).reduce_dtype
         run = lab.done(sgd(ranks, precision=precision))
         for trace in run.traces.values():
             for seen in gradient_reductions(run, trace, 1):
+                found += 1
                 if seen.dtype != names.get(declared, declared):
                     raise Mismatch(
                         f"gradients summed in {declared}, as Plan.reduce_dtype says",
                         f"{seen.kind} of {seen.elements} elements in {seen.dtype}",
                     )
+    if not found:
+        raise Skip(NO_REDUCTION)
 
 
 @check(

@@ -23,12 +23,17 @@ from mtb_core.registry.run_hooks import Hooks
 from mtb_core.testing.checking import Skip, check
 from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_processes import Groups, HookCalls, Leftovers
-from mtb_core.testing.states import Mismatch
+from mtb_core.testing.probes_processes import Groups, HookCalls, Leftovers, Surroundings
+from mtb_core.testing.probes_tensors import Living
+from mtb_core.testing.states import Mismatch, equal_bitwise
+
+#: Steps after which `watched` notes the tensors that are alive.
+LIVING = (2, 4)
 
 
-def _watched(lab: Lab, ranks: int) -> Run:
-    return lab.done(episode(ranks, steps=2, probes=(Groups(), Leftovers())))
+def watched(lab: Lab, ranks: int) -> Run:
+    """Four steps after which the process must be as it was."""
+    return lab.done(episode(ranks, probes=(Groups(), Leftovers(), Surroundings(), Living(LIVING))))
 
 
 @check(
@@ -39,7 +44,7 @@ def _watched(lab: Lab, ranks: int) -> Run:
 )
 def groups(lab: Lab, ranks: int) -> None:
     """Compared before ``prepare`` and after ``close``."""
-    for rank, trace in _watched(lab, ranks).traces.items():
+    for rank, trace in watched(lab, ranks).traces.items():
         before, after = trace.notes["groups"]["before"], trace.notes["groups"]["after"]
         if before != after:
             left = {name: members for name, members in after.items() if name not in before}
@@ -58,7 +63,7 @@ def groups(lab: Lab, ranks: int) -> None:
 )
 def threads(lab: Lab, ranks: int) -> None:
     """Counted by name before the rank joins the others, and after it has left them."""
-    _nothing_left(_watched(lab, ranks), "threads")
+    _nothing_left(watched(lab, ranks), "threads")
 
 
 @check(
@@ -69,7 +74,7 @@ def threads(lab: Lab, ranks: int) -> None:
 )
 def files(lab: Lab, ranks: int) -> None:
     """Open descriptors by what they lead to, before the rank joins the others and after it has left them."""
-    _nothing_left(_watched(lab, ranks), "files")
+    _nothing_left(watched(lab, ranks), "files")
 
 
 def _nothing_left(run: Run, kind: str) -> None:
@@ -78,6 +83,41 @@ def _nothing_left(run: Run, kind: str) -> None:
         if left:
             shown = ", ".join(f"{count} × {name}" for name, count in sorted(left.items()))
             raise Mismatch(f"no more {kind} on rank {rank} than before the run", shown)
+
+
+@check(
+    "processes.surroundings",
+    "After the run working directory, environment and signal handlers are as they were, and no file was left there.",
+    mistake="what the strategy or its library changes for the whole process is not put back in close(prepared); files "
+    "belong into the run's folder",
+)
+def surroundings(lab: Lab, ranks: int) -> None:
+    """Each rank works in an empty directory of its own meanwhile."""
+    for rank, trace in watched(lab, ranks).traces.items():
+        changed: dict[str, str] = trace.notes["surroundings"]
+        if changed:
+            raise Mismatch(f"rank {rank} to leave all as it was", "; ".join(f"{k}: {v}" for k, v in changed.items()))
+
+
+@check(
+    "processes.second_trial",
+    "With --repeat every trial starts anew: the second gives the bits of the first.",
+    mistake="a model, an optimizer or a counter is kept in a global or on the class, and the next trial goes on with it",
+    ranks="fewest",
+    needs=("exact_resume",),
+)
+def second_trial(lab: Lab, ranks: int) -> None:
+    """Losses of both, and the state after the second against that of a run with one trial."""
+    steps = 2
+    run = lab.done(episode(ranks, repeat=2, steps=steps, states=(steps,)))
+    for rank, trace in run.traces.items():
+        if trace.losses[steps:] != trace.losses[:steps]:
+            raise Mismatch(f"the losses {trace.losses[:steps]} again, on rank {rank}", f"{trace.losses[steps:]}")
+    equal_bitwise(
+        run.whole(steps),
+        lab.done(episode(ranks, steps=steps, states=(steps,))).whole(steps),
+        "the state after a second trial",
+    )
 
 
 @check(
@@ -123,8 +163,7 @@ def _importable(module: str) -> bool:
 )
 def metrics(lab: Lab, ranks: int) -> None:
     """Keys compared with those of `single`, types with those that `StepRecord` and `Result` declare."""
-    asked: Mapping[str, Any] = {"steps": 2, "warmup_steps": 1}
-    run, reference = lab.done(episode(ranks, **asked)), lab.done(episode(1, subject=False, **asked))
+    run, reference = _measured(lab, ranks)
     fields = typing.get_type_hints(StepRecord)
     for rank in range(ranks):
         lines = _lines(run, rank)
@@ -132,12 +171,33 @@ def metrics(lab: Lab, ranks: int) -> None:
             raise Mismatch(f"3 metrics lines of rank {rank}", f"{len(lines)}")
         for line in lines:
             _typed(line, fields, f"a metrics line of rank {rank}")
-    result, other = _result(run), _result(reference)
-    _typed(result, typing.get_type_hints(Result), "result.json")
+    own, other = _result(run), _result(reference)
+    _typed(own, typing.get_type_hints(Result), "result.json")
     for part in ("config", "runtime", "environment", "provenance"):
-        _same_names(result[part], other[part], f"'{part}' in result.json")
-    _same_names(result["repeats"][0], other["repeats"][0], "'repeats' in result.json")
-    _same_names(result["strategy_options"], attrs.fields_dict(lab.info.options), "'strategy_options' in result.json")
+        _same_names(own[part], other[part], f"'{part}' in result.json")
+    _same_names(own["repeats"][0], other["repeats"][0], "'repeats' in result.json")
+    _same_names(own["strategy_options"], attrs.fields_dict(lab.info.options), "'strategy_options' in result.json")
+
+
+def _measured(lab: Lab, ranks: int) -> tuple[Run, Run]:
+    """A run with warm-up of the strategy, and one of `single`."""
+    asked: Mapping[str, Any] = {"steps": 2, "warmup_steps": 1}
+    return lab.done(episode(ranks, **asked)), lab.done(episode(1, subject=False, **asked))
+
+
+@check(
+    "processes.result",
+    "The result counts what `single` counts: parameters, FLOPs per token, steps, samples and tokens.",
+    mistake="prepared.core shows a part of the model: Prepared(parameters=…) must say how many elements all of it has",
+    ranks="most",
+)
+def result(lab: Lab, ranks: int) -> None:
+    """Of the same global batches."""
+    run, reference = _measured(lab, ranks)
+    seen, expected = _result(run), _result(reference)
+    for name in ("parameters", "model_flops_per_token", "steps", "global_step", "samples_seen", "tokens_seen"):
+        if seen[name] != expected[name]:
+            raise Mismatch(f"'{name}' to be {expected[name]}, as with `single`", f"{seen[name]}")
 
 
 def _lines(run: Run, rank: int) -> list[dict[str, Any]]:
