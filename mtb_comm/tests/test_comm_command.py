@@ -64,8 +64,9 @@ def test_json_is_one_document(tmp_path):
 @pytest.mark.timeout(60)
 def test_table_names_its_definition():
     """The table says whose definition of bandwidth it shows, and what a gigabyte is; --quiet is quiet."""
-    done = mtb("all_reduce", "all_gather", *SMALL, "--dtype", "fp32,int8", "--reduction", "avg", "--quiet")
-    assert done.returncode == 0, done.stderr
+    words = ["all_reduce", "all_gather", *SMALL, "--dtype", "fp32,int8", "--reduction", "avg", "--quiet"]
+    done = CliRunner().invoke(comm, words)
+    assert done.exit_code == 0, done.output
     assert "as nccl-tests defines them; GB = 1e9 bytes" in done.stdout
     assert "skipped: all_reduce int8 avg: gloo cannot average int8" in done.stdout
     assert done.stderr == ""
@@ -75,7 +76,7 @@ def test_table_names_its_definition():
 def test_files_from_an_earlier_document(tmp_path):
     """A document can be shown, compared with itself, drawn as PNG and SVG, and fitted, without measuring again."""
     first, calibration = tmp_path / "first.json", tmp_path / "calibration.json"
-    assert mtb("all_reduce", "broadcast", *SMALL, "--output", str(first)).returncode == 0
+    assert CliRunner().invoke(comm, ["all_reduce", "broadcast", *SMALL, "--output", str(first)]).exit_code == 0
     for picture, start in (("a.png", b"\x89PNG"), ("b.svg", b"<?xml")):
         words = ["--plot", str(tmp_path / picture), "--calibration", str(calibration), "--compare", str(first)]
         done = CliRunner().invoke(comm, ["--result", str(first), *words])
@@ -118,8 +119,8 @@ def test_against_nccl_tests(tmp_path):
         "#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong\n"
         "        2048           512     float     sum      -1    10.00    0.10    0.10       0    12.00    0.17    0.29       0\n"
     )
-    done = mtb("all_reduce", *SMALL, "--against", "nccl-tests", str(log))
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(comm, ["all_reduce", *SMALL, "--against", "nccl-tests", str(log)])
+    assert done.exit_code == 0, done.output
     assert "this run and nccl-tests: 1 points in both" in done.stdout
     assert "0.012" in done.stdout
 
@@ -214,7 +215,7 @@ def test_stop_keeps_finished_rows(tmp_path, number, code, reason):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_rank_ends_all(tmp_path, victim):
     """Whichever rank dies: exit code 3, nobody is left, the finished row is kept and the cause named."""
     output = tmp_path / "x.json"
@@ -243,6 +244,7 @@ def test_under_torchrun(tmp_path):
     assert json.loads(done.stdout)["world_size"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_killed_rank_under_torchrun(tmp_path):
     """Rank 0 writes what was finished before it leaves with the failure that it has of a lost peer."""

@@ -264,6 +264,7 @@ def test_finished_rows_stay_when_asked_to_stop(number: str, code: int, reason: s
     assert not found["execution_complete"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_under_torchrun(tmp_path: Path):
     """Ranks of torchrun are used; one of them writes one document."""
