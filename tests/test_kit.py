@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from broken import plans
-from broken.catalogue import REPLICATED, SHARDED
+from broken.catalogue import GATHERING, REPLICATED, SHARDED
 
 from mtb_core import ConfigError, StrategyInfo
 from mtb_core.testing import Capabilities, StrategyConformance
@@ -29,6 +32,12 @@ class TestSharded(StrategyConformance):
     strategy = SHARDED
 
 
+@pytest.mark.slow
+class TestGathering(StrategyConformance):
+    strategy = GATHERING
+    capabilities = Capabilities(world_sizes=(2,))
+
+
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with Lab(SHARDED, world_sizes=(2,)) as lab:
@@ -45,6 +54,38 @@ def test_right_strategy_passes(lab: Lab, name: str) -> None:
     (case,) = cases((2,), [name])
     outcome = run_case(lab, case)
     assert outcome.status == "passed", outcome.text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["sync.count", "sync.volume", "parity.reduce_dtype"])
+def test_unknown_reduction_is_skipped(name: str) -> None:
+    """Where gradients are right but nothing that is known to sum was seen, the check says so and judges nothing."""
+    with Lab(GATHERING, world_sizes=(2,)) as lab:
+        (case,) = cases((2,), [name])
+        outcome = run_case(lab, case)
+    assert outcome.status == "skipped", outcome.text
+    assert outcome.reason.startswith("no known reduction seen (all_reduce, reduce_scatter, reduce)")
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 1), (2, 2)])
+def test_world_sizes_are_numbers_of_ranks(sizes: tuple[int, ...]) -> None:
+    """None, less than one, and the same twice are refused where they are declared."""
+    with pytest.raises(ConfigError, match="at least one of them, each at least 1 and named once"):
+        Capabilities(world_sizes=sizes)
+
+
+def test_strict_markers_without_pytest_timeout(tmp_path: Path) -> None:
+    """A plugin's tests can be collected with --strict-markers where pytest-timeout is not installed."""
+    (tmp_path / "test_mine.py").write_text(
+        "from mtb_core.testing import Capabilities, StrategyConformance\n"
+        "class TestMine(StrategyConformance):\n"
+        "    strategy = 'single'\n"
+        "    capabilities = Capabilities(world_sizes=(1,))\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:timeout", "--strict-markers", "--collect-only", "-q", "."]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "test_conformance[parity.losses@1]" in ran.stdout
 
 
 def test_checks_are_told_apart() -> None:
@@ -71,7 +112,7 @@ def test_cases_by_world_size() -> None:
     ("patterns", "expected"),
     [
         (["parity.weights@2"], ["parity.weights@2"]),
-        (["sync"], ["sync.count@2", "sync.gradients@2", "sync.restored@2"]),
+        (["sync"], ["sync.count@2", "sync.volume@2", "sync.gradients@2", "sync.restored@2"]),
         (["sync.*ed", "*.weights"], ["parity.weights@1", "parity.weights@2", "sync.restored@2"]),
     ],
 )

@@ -14,6 +14,10 @@ from . import plans
 
 REPLICATED = StrategyInfo("right-replicated", "Replicas", "broken.right:Replicated", plans.data_parallel)
 SHARDED = StrategyInfo("right-sharded", "Replicas, sharded optimizer", "broken.right:Sharded", plans.data_parallel)
+ZERO1 = StrategyInfo(
+    "right-zero1", "Its optimizer's state is said to be sharded", "broken.right:Sharded", plans.sharded
+)
+GATHERING = StrategyInfo("right-gathering", "Sums by gathering", "broken.right:Gathering", plans.data_parallel)
 
 
 @attrs.frozen

@@ -10,6 +10,7 @@ import torch
 from mtb_core import Layout, Plan, option
 from mtb_core.testing import Capabilities
 
+from . import plans
 from .catalogue import mistake
 from .right import Replicated
 
@@ -41,6 +42,11 @@ class Mutable:
 @mistake("discovery.torch_free", plan=with_torch)
 class TorchAtDiscovery(Replicated):
     """Finding the strategy imports torch."""
+
+
+@mistake("discovery.torch_free", plan=plans.looks_at_devices)
+class TorchWhenPlanning(Replicated):
+    """The module is free of torch, but the plan imports it when it is made."""
 
 
 @mistake("discovery.plan", plan=remembering)

@@ -132,3 +132,41 @@ class ReducedInBf16(Replicated):
             sent = parameter.grad.bfloat16()
             dist.all_reduce(sent)
             parameter.grad = sent.float() / dist.get_world_size()
+
+
+@mistake("sync.volume")
+class AveragedTwice(Replicated):
+    """Every gradient is averaged a second time, which changes nothing but the traffic."""
+
+    def _reduce(self, prepared):
+        super()._reduce(prepared)
+        super()._reduce(prepared)
+
+
+@mistake("models.norm")
+class TiedCountedTwice(Replicated):
+    """The gradient of a shared parameter is given under each of its names."""
+
+    def gradients(self, prepared):
+        named = prepared.core.named_parameters(remove_duplicate=False)
+        return [Shards([p.grad for _, p in named if p.grad is not None], copies=dist.get_world_size())]
+
+
+@mistake("models.norm")
+class FrozenInNorm(Replicated):
+    """The norm is taken over parameters that are not trained as well."""
+
+    def gradients(self, prepared):
+        frozen = [p.detach().clone() for p in prepared.core.parameters() if not p.requires_grad]
+        return [*super().gradients(prepared), Shards(frozen, copies=dist.get_world_size())]
+
+
+@mistake("parity.bf16_gradients")
+class AccumulatedInBf16(Replicated):
+    """With bf16, what was added up is rounded to bf16 after every micro-batch."""
+
+    def backward(self, prepared, loss):
+        super().backward(prepared, loss)
+        if prepared.engine.config.precision == "bf16":
+            for parameter in prepared.trainable:
+                parameter.grad.copy_(parameter.grad.bfloat16())

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import attrs
 import torch.distributed as dist
@@ -154,3 +155,70 @@ class Hangs(Replicated):
 
     def _wait_for_ever(self):
         threading.Event().wait()
+
+
+@mistake("processes.second_trial")
+class ModelKeptForNextTrial(Replicated):
+    """The model is made once for all trials, so that the second goes on with trained weights."""
+
+    def _core(self, job):
+        if job.config.repeat == 1:
+            return super()._core(job)
+        if not kept:
+            kept.append(super()._core(job))
+        return kept[0]
+
+
+@mistake("processes.result")
+class ParametersOfOneRank(Replicated):
+    """The number of parameters is that of one rank's share."""
+
+    def prepare(self, job):
+        prepared = super().prepare(job)
+        whole = sum(parameter.numel() for parameter in prepared.core.parameters())
+        return attrs.evolve(prepared, parameters=whole // job.ctx.world_size)
+
+
+@mistake("processes.memory")
+class GradientsKept(Replicated):
+    """A copy of every step's gradients is kept."""
+
+    def optimizer_step(self, prepared, apply):
+        kept.append([parameter.grad.clone() for parameter in prepared.trainable])
+        super().optimizer_step(prepared, apply)
+
+
+@mistake("processes.surroundings")
+class DirectoryChanged(Replicated):
+    """The process works in another directory from then on."""
+
+    def prepare(self, job):
+        os.chdir("/")
+        return super().prepare(job)
+
+
+@mistake("processes.surroundings")
+class FileLeftBehind(Replicated):
+    """A log is written to wherever the command was started."""
+
+    def prepare(self, job):
+        Path(f"debug-{job.ctx.rank}.log").write_text("prepared\n")
+        return super().prepare(job)
+
+
+@mistake("processes.surroundings")
+class EnvironmentChanged(Replicated):
+    """A variable of the environment, which later trials and libraries read, is set and stays."""
+
+    def prepare(self, job):
+        os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"
+        return super().prepare(job)
+
+
+@mistake("processes.surroundings")
+class HandlerKept(Replicated):
+    """A signal is ignored from then on."""
+
+    def prepare(self, job):
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        return super().prepare(job)

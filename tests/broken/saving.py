@@ -227,3 +227,46 @@ class DigestsIgnored(Replicated):
     def prepare(self, job):
         opened.file_problem = lambda path, name, manifest: None
         return super().prepare(job)
+
+
+@mistake("checkpoints.bf16_resume")
+class MastersFromBf16(Replicated):
+    """With bf16, a resumed run takes its fp32 weights from their bf16 copies."""
+
+    def state_loaded(self, prepared, state):
+        if prepared.engine.config.precision == "bf16":
+            with torch.no_grad():
+                for parameter in prepared.core.parameters():
+                    parameter.copy_(parameter.bfloat16())
+
+
+@mistake("checkpoints.sgd_resume")
+class MomentumOfSgdLost(Replicated):
+    """A resumed run keeps what AdamW needs, and starts SGD's momentum anew."""
+
+    def state_loaded(self, prepared, state):
+        for values in prepared.optimizer.state.values():
+            if values.get("momentum_buffer") is not None:
+                values["momentum_buffer"].zero_()
+
+
+@mistake("checkpoints.buffers")
+class BuffersCopied(Replicated):
+    """Buffers are given to be filled as copies, so that what was saved of them is lost."""
+
+    def state(self, prepared):
+        buffers = {f"model/{name}" for name, _ in prepared.core.named_buffers()}
+        pieces = super().state(prepared).pieces
+        copied = {
+            k: [attrs.evolve(p, tensor=p.tensor.clone()) for p in own] for k, own in pieces.items() if k in buffers
+        }
+        return State({**pieces, **copied})
+
+
+@mistake("checkpoints.buffers")
+class BuffersStartAnew(Replicated):
+    """Loading is followed by what a fresh start does to buffers."""
+
+    def state_loaded(self, prepared, state):
+        for buffer in prepared.core.buffers():
+            buffer.zero_()

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mtb_core import Prepared
+from mtb_core import Piece, Prepared, State
 from mtb_core.data import loader
 
 from . import plans
-from .catalogue import SHARDED, mistake
+from .catalogue import SHARDED, ZERO1, mistake
 from .right import Replicated, Sharded, Wrapper
 
 
@@ -189,3 +189,63 @@ class DoesNotCope(Replicated):
 @mistake("models.sharded", plan=plans.sharded)
 class NotSharded(Replicated):
     """The plan says that no rank holds all of the model, but every one does."""
+
+
+@mistake("parity.bf16_moments")
+class MomentsInBf16(Replicated):
+    """With bf16, optimizer state is kept in bf16 between steps."""
+
+    def optimizer_step(self, prepared, apply):
+        super().optimizer_step(prepared, apply)
+        if prepared.engine.config.precision == "bf16":
+            for values in prepared.optimizer.state.values():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    values[name].copy_(values[name].bfloat16())
+
+
+@mistake("models.buffers")
+class BuffersAdded(Replicated):
+    """Buffers are added up over ranks, so that they grow with their number."""
+
+    def _share_buffers(self, prepared):
+        for buffer in prepared.core.buffers():
+            dist.all_reduce(buffer)
+
+
+@mistake("models.buffers")
+class RunningMeansAdded(Replicated):
+    """Only averages are added up over ranks; counters are those of the first."""
+
+    def _share_buffers(self, prepared):
+        for buffer in prepared.core.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+            else:
+                dist.broadcast(buffer, src=0)
+
+
+@mistake("models.held", plan=plans.sharded, right=ZERO1)
+class ShardedOnPaper(Sharded):
+    """Each rank keeps and updates all of the optimizer's state; what it shows of it is a share."""
+
+    def prepare(self, job):
+        return Replicated.prepare(self, job)
+
+    def gradients(self, prepared):
+        return Replicated.gradients(self, prepared)
+
+    def optimizer_step(self, prepared, apply):
+        Replicated.optimizer_step(self, prepared, apply)
+
+    def state(self, prepared):
+        whole = Replicated.state(self, prepared)
+        return State({key: self._share(own) for key, own in whole.pieces.items()})
+
+    def _share(self, pieces):
+        (piece,) = pieces
+        if not piece.shape:
+            return pieces
+        rows = -(-piece.shape[0] // dist.get_world_size())
+        start = min(dist.get_rank() * rows, piece.shape[0])
+        part = piece.tensor[start : start + rows]
+        return [Piece(part, piece.shape, (start, *piece.offset[1:]))] if len(part) else []

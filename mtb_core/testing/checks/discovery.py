@@ -13,8 +13,11 @@ from mtb_core.api.descriptions import load_reference
 from mtb_core.api.errors import ConfigError, MtbError
 from mtb_core.api.options import describe_options, parse_options
 from mtb_core.api.strategy import Strategy
+from mtb_core.api.values import World
+from mtb_core.registry.entry_points import installed
 from mtb_core.registry.run_hooks import Hooks
 from mtb_core.testing.checking import check
+from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab
 from mtb_core.testing.states import Mismatch
 
@@ -29,19 +32,44 @@ _DTYPES = ("fp32", "bf16", "fp16", "fp64")
     ranks="most",
 )
 def torch_free(lab: Lab, ranks: int) -> None:
-    """In a process of its own."""
-    del ranks
-    modules = sorted({lab.info.plan.__module__, lab.info.options.__module__})
+    """In a process of its own, which imports the plugin's modules and makes the plan."""
+    modules = sorted({lab.info.plan.__module__, lab.info.options.__module__, *_entry_point(lab)})
     code = (
-        "import sys, json, importlib\n"
+        "import sys, json, importlib, pickle\n"
         f"sys.path[:] = json.loads({json.dumps(json.dumps(sys.path))})\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
+        "print('torch' in sys.modules)\n"
+        f"{_planning(lab, ranks)}"
         "print('torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    if ran.stdout.strip() != "False":
-        seen = "torch was imported" if ran.stdout.strip() == "True" else ran.stderr.strip().splitlines()[-1:]
-        raise Mismatch(f"the import of {', '.join(modules)} to leave torch alone", str(seen))
+    found = ran.stdout.split()
+    for place, what in enumerate((f"the import of {', '.join(modules)}", "the plan")):
+        if found[place : place + 1] != ["False"]:
+            seen = "torch was imported" if len(found) > place else str(ran.stderr.strip().splitlines()[-1:])
+            raise Mismatch(f"{what} to leave torch alone", seen)
+
+
+def _entry_point(lab: Lab) -> set[str]:
+    """The module that discovery loads; none where the strategy is not installed."""
+    record = lab.registry.provider("strategies", lab.info.name)
+    if record is None:
+        return set()
+    return {source.module for source in installed() if source.distribution == record.distribution}
+
+
+def _planning(lab: Lab, ranks: int) -> str:
+    """Code that makes the plan; empty where its function can only be had from the module that made it."""
+    what = lab.info.plan, lab.info.options, lab.options, lab.config(episode(ranks)), World(ranks, ranks)
+    try:
+        packed = pickle.dumps(what)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return ""
+    return (
+        "from mtb_core.api.options import parse_options\n"
+        f"plan, kind, options, config, world = pickle.loads(bytes.fromhex({packed.hex()!r}))\n"
+        "plan(parse_options(kind, options, owner='this strategy'), config, world)\n"
+    )
 
 
 @check(
