@@ -209,6 +209,7 @@ class Job:
         optimizer_groups: ``optimizer_groups(module)``: parameter groups of the trainable parameters; no weight decay
             on parameters of fewer than two dimensions.
         optimizer: the recipe; `make_optimizer` is the two together.
+        steps: how many steps this trial is to take; None: not known. It may be stopped before.
     """
 
     ctx: RankContext
@@ -223,6 +224,7 @@ class Job:
     in_place: Callable[..., nn.Module]
     optimizer_groups: Callable[[nn.Module], list[dict[str, Any]]]
     optimizer: OptimizerRecipe
+    steps: int | None = None
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """The run's optimizer over `module`'s trainable parameters, as they are after wrapping."""

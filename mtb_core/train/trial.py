@@ -205,6 +205,7 @@ def _make_job(inputs: TrialInputs) -> Job:
         in_place=partial(services.in_place, spec=model, config=config, device=ctx.device),
         optimizer_groups=partial(optimizer_groups, config=config),
         optimizer=optimizer_recipe(config, ctx.device),
+        steps=resolved.last_step - (inputs.resume.step if inputs.resume is not None else 0),
     )
 
 
