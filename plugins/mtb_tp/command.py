@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +22,16 @@ def _number(label: str, default: int, text: str, least: int = 1) -> Callable[[An
     return click.option(
         label, default=default, show_default=True, type=click.IntRange(min=least), metavar="N", help=text
     )
+
+
+class _Finite(click.FloatRange):
+    """A range without infinity, and without NaN, which compares with no bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 _SIZES = {
@@ -43,14 +54,14 @@ _UNUSED = {
 #: Features that ranks share.
 _SHARED = ("in_features", "out_features", "hidden_features")
 _DROPOUT = click.option(
-    "--dropout", default=0.1, show_default=True, type=click.FloatRange(0, 1, max_open=True), metavar="X",
+    "--dropout", default=0.1, show_default=True, type=_Finite(0, 1, max_open=True), metavar="X",
     help="Probability of dropout in the sequence region.",
 )  # fmt: skip
 _COMMON = (
     click.option("--tp", "ranks", default=None, type=click.IntRange(min=2), metavar="N", help="Tensor-parallel degree: ranks. [default: 2]"),
     click.option("--dtype", default="fp32", show_default=True, type=click.Choice(DTYPES), help="Of inputs, parameters and arithmetic."),
     _number("--seed", 0, "Of inputs, parameters and dropout.", least=0),
-    click.option("--atol", type=click.FloatRange(min=0), metavar="X", help="Largest absolute error allowed, in place of the dtype's tolerance."),
+    click.option("--atol", type=_Finite(min=0), metavar="X", help="Largest absolute error allowed, in place of the dtype's tolerance."),
     click.option("--self-test", is_flag=True, help="Also make known mistakes on purpose; each must be detected."),
     click.option("--device", default="cpu", show_default=True, type=click.Choice(("cpu", "cuda", "auto")), help="Where ranks compute."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),

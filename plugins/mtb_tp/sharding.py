@@ -9,7 +9,7 @@ layer wraps it in a DTensor again while it computes. What works over data-parall
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from mtb_core import ConfigError, ModelSpec, Piece, State
 from mtb_tp.plugin import TPOptions, must_divide
+from mtb_tp.vocab import check_words
 
 
 @attrs.frozen
@@ -51,8 +52,7 @@ def roles_of(model: nn.Module, spec: ModelSpec, options: TPOptions) -> dict[str,
     Raises:
         ConfigError: the model names no layers to split, or lacks roles that `options` need.
     """
-    rule = spec.tensor_parallel
-    named = {} if rule is None else {name: role for name, _ in model.named_modules() if (role := rule(name))}
+    named = {} if spec.tensor_parallel is None else _named_roles(model, spec.tensor_parallel)
     present = set(named.values())
     if not {"colwise", "rowwise"} <= present:
         raise ConfigError(
@@ -76,25 +76,58 @@ def roles_of(model: nn.Module, spec: ModelSpec, options: TPOptions) -> dict[str,
     return named
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], options: TPOptions) -> nn.Module:
+def _named_roles(model: nn.Module, rule: Callable[[str], str | None]) -> dict[str, str]:
+    """A module with several names counts once, but a dropout at each of its places."""
+    roles: dict[str, str] = {}
+    seen = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        role = rule(name)
+        if role and (role == "dropout" or id(module) not in seen):
+            roles[name] = role
+            seen.add(id(module))
+    return roles
+
+
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], blocks: Sequence[str], options: TPOptions
+) -> nn.Module:
     """Split `model` over the ranks of `mesh`; tied parameters stay tied. No communication: all ranks hold the same.
 
+    Args:
+        blocks: names of the repeated blocks; the norm before the output layer is likely outside of them.
+
     Raises:
-        ConfigError: a layer cannot be split evenly.
+        ConfigError: a layer cannot be split, or not evenly.
     """
     plan = {}
-    last_norm = [name for name, role in roles.items() if role == "norm"][-1:]
+    last_norm = _last_norm(roles, blocks)
     for name, role in roles.items():
-        style = _style(role, options, feeds_whole_head=name in last_norm and not options.vocab_parallel_loss)
+        style = _style(role, options, feeds_whole_head=name == last_norm and not options.vocab_parallel_loss)
+        module = model.get_submodule(name)
         if style is not None:
             plan[name] = style
-            _check_even(name, role, model.get_submodule(name), mesh.size())
+            _check_layer(name, role, module, mesh.size())
+        elif role == "head":
+            module.register_forward_pre_hook(_take_plain)
     ties = _ties(model)
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for first, *others in ties:
         for name in others:
             _set_parameter(model, name, model.get_parameter(first))
     return model
+
+
+def _last_norm(roles: Mapping[str, str], blocks: Sequence[str]) -> str | None:
+    """The norm that probably feeds the output layer. If it is another one, more is communicated, but all is right."""
+    norms = [name for name, role in roles.items() if role == "norm"]
+    outside = [name for name in norms if not any(name == b or name.startswith(f"{b}.") for b in blocks)]
+    candidates = outside or norms
+    return candidates[-1] if candidates else None
+
+
+def _take_plain(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Before an output layer that is not split: what a norm gave as a replicated DTensor becomes a plain tensor."""
+    return tuple(a.to_local() if isinstance(a, DTensor) else a for a in args)
 
 
 def _style(role: str, options: TPOptions, *, feeds_whole_head: bool) -> ParallelStyle | None:
@@ -124,13 +157,28 @@ def _style(role: str, options: TPOptions, *, feeds_whole_head: bool) -> Parallel
     return None
 
 
-def _check_even(name: str, role: str, module: nn.Module, tp: int) -> None:
+def _check_layer(name: str, role: str, module: nn.Module, tp: int) -> None:
+    """Split layers compute by `_wrapping`'s forward, so one that has something of its own would lose it."""
     if role not in ("colwise", "rowwise", "head", "embedding"):
         return
+    which = f"the model gives the role '{role}' to '{name}', which is {type(module).__name__}"
     if not isinstance(module, nn.Linear | nn.Embedding):
         raise ConfigError(
-            f"strategy 'tp' can split nn.Linear and nn.Embedding; the model gives the role '{role}' to '{name}', which "
-            f"is {type(module).__name__}."
+            f"strategy 'tp' can split nn.Linear and nn.Embedding; {which}. Leave its role out, or use one of the two."
+        )
+    plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward) and "forward" not in vars(module)
+    if not plain or module._parameters.get("weight") is None:  # noqa: SLF001  (the attribute may be computed)
+        raise ConfigError(
+            f"strategy 'tp' splits layers that compute as nn.Linear or nn.Embedding do, from a weight of their own; "
+            f"{which} and has a forward or a parametrization of its own. Put that into a module around the layer, or "
+            "leave its role out."
+        )
+    unsplittable = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False, "padding_idx": None}
+    used = [key for key, unset in unsplittable.items() if getattr(module, key, unset) is not unset]
+    if used:
+        raise ConfigError(
+            f"strategy 'tp' cannot split an embedding with {', '.join(used)}, for each rank has some of the words only; "
+            f"{which}. Leave out {', '.join(used)}, or vocab_parallel_loss."
         )
     dim = 1 if role == "rowwise" else 0
     sides = {"colwise": "outputs", "rowwise": "inputs", "head": "words", "embedding": "words"}
@@ -147,7 +195,7 @@ def localize(model: nn.Module) -> dict[str, Slot]:
     local: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in local:
-            local[id(parameter)], slots[name] = _local_part(parameter)
+            local[id(parameter)], slots[name] = _localized(parameter)
         if isinstance(parameter, DTensor):
             _set_parameter(model, name, local[id(parameter)])
             owner, _, leaf = name.rpartition(".")
@@ -159,7 +207,7 @@ def localize(model: nn.Module) -> dict[str, Slot]:
     return slots
 
 
-def _local_part(parameter: nn.Parameter) -> tuple[nn.Parameter, Slot]:
+def _localized(parameter: nn.Parameter) -> tuple[nn.Parameter, Slot]:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return parameter, Slot(shape, (0,) * len(shape), shape, Replicate())
@@ -180,7 +228,8 @@ def _wrapping(base: Any) -> type[nn.Module]:
         return F.linear(x, _distributed(self, "weight"), _distributed(self, "bias"))
 
     def embedding(self: Any, x: DTensor) -> Any:
-        return F.embedding(x, _distributed(self, "weight"), self.padding_idx)
+        check_words(x.to_local(), self.num_embeddings, "tokens")
+        return F.embedding(x, _distributed(self, "weight"))
 
     if getattr(base, "_mtb_wrapping", False):
         return cast("type[nn.Module]", base)
@@ -236,8 +285,11 @@ def sequence_parameters(model: nn.Module, roles: Mapping[str, str]) -> list[nn.P
     return [p for module in modules for p in module.parameters() if p.requires_grad]
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The part of the gradient that this rank holds."""
-    gradient: Any = parameter.grad
-    local: torch.Tensor | None = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local
+    return None if parameter.grad is None else local_part(parameter.grad)

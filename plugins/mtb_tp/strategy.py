@@ -15,11 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy
+from mtb_core import ConfigError, Job, MicroBatch, Prepared, Shards, State, Strategy
+from mtb_tp.buffers import BufferSync, broadcast_buffers
 from mtb_tp.dropout import SharedMasks, share_dropout
 from mtb_tp.plugin import TPOptions, check_vocabulary
-from mtb_tp.replicas import check_replicas
-from mtb_tp.sharding import Slot, local_gradient, localize, parallelize, roles_of, sequence_parameters, to_global
+from mtb_tp.replicas import Replicas
+from mtb_tp.sharding import (
+    Slot,
+    local_gradient,
+    local_part,
+    localize,
+    parallelize,
+    roles_of,
+    sequence_parameters,
+    to_global,
+)
 from mtb_tp.vocab import with_own_loss
 
 
@@ -31,7 +41,9 @@ class _Engine:
         replicas: ranks over which DDP averages.
         copies: how many ranks hold the same elements of a split parameter, and of one that is not split.
         partial: parameters whose gradients are still to be summed over tensor-parallel ranks.
-        unchecked: parameters that tensor-parallel ranks hold in common, by name, until they have been compared once.
+        common: checks what tensor-parallel ranks hold in common; None where nobody shares a layer.
+        buffers: shares them over ranks that see different samples; None where all see the same.
+        steps_left: steps that the trial is still to take; None: not known.
     """
 
     replicas: int
@@ -41,7 +53,9 @@ class _Engine:
     copies: tuple[int, int]
     partial: Sequence[nn.Parameter]
     masks: SharedMasks | None
-    unchecked: Mapping[str, nn.Parameter]
+    common: Replicas | None
+    buffers: BufferSync | None
+    steps_left: int | None
 
 
 class TPStrategy(Strategy):
@@ -54,11 +68,12 @@ class TPStrategy(Strategy):
         dp_mesh, tp_mesh = job.ctx.mesh["dp"], job.ctx.mesh["tp"]
         core = job.build()
         roles = roles_of(core, job.model, options)
-        if options.vocab_parallel_loss and job.model.vocab_size is not None:
-            check_vocabulary(job.model.vocab_size, tp_mesh.size())
-        parallelize(core, tp_mesh, roles, options)
+        if options.vocab_parallel_loss:
+            _check_words(job, core, roles, tp_mesh.size())
+        parallelize(core, tp_mesh, roles, job.model.blocks, options)
         group = tp_mesh.get_group()
-        masks = None if options.sequence_parallel else share_dropout(core, roles, group, job.ctx.device)
+        shared = tp_mesh.size() > 1
+        masks = share_dropout(core, roles, group, job.ctx.device) if shared and not options.sequence_parallel else None
         core = job.materialize(core)
         slots = localize(core)
         core = job.in_place(core)
@@ -67,16 +82,17 @@ class TPStrategy(Strategy):
         module = _data_parallel(job, core, dp_mesh)
         split = frozenset(id(p) for name, p in core.named_parameters() if slots[name].split)
         dp, tp = dp_mesh.size(), tp_mesh.size()
-        common = {name: p for name, p in core.named_parameters() if not slots[name].split and p.requires_grad}
         engine = _Engine(
             replicas=dp if options.data_parallel == "ddp" else 1,
             tp_group=group,
             slots=slots,
             split=split,
             copies=(dp, dp * tp) if options.data_parallel == "ddp" else (1, tp),
-            partial=sequence_parameters(core, roles) if options.sequence_parallel and tp > 1 else (),
-            masks=masks if masks is not None and masks.active and tp > 1 else None,
-            unchecked=common if tp > 1 else {},
+            partial=sequence_parameters(core, roles) if options.sequence_parallel and shared else (),
+            masks=masks if masks is not None and masks.active else None,
+            common=Replicas(core, frozenset(n for n, s in slots.items() if s.split), group) if shared else None,
+            buffers=_synchronise_buffers(core) if dp > 1 else None,
+            steps_left=job.steps,
         )
         parameters = sum(math.prod(slot.shape) for slot in slots.values())
         return Prepared(module, core, _optimizer(job, core), engine, parameters)
@@ -99,12 +115,51 @@ class TPStrategy(Strategy):
                 parts[id(parameter) not in engine.split].append(gradient)
         return [Shards(tensors, copies) for tensors, copies in zip(parts, engine.copies, strict=True)]
 
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
+        """After the last one, what ranks hold in common is compared: a run need not save anything."""
+        super().optimizer_step(prepared, apply)
+        engine: _Engine = prepared.engine
+        if engine.steps_left is not None and engine.common is not None:
+            engine.steps_left -= 1
+            if engine.steps_left == 0:
+                engine.common.compare_values()
+
     def state(self, prepared: Prepared) -> State:
         """In coordinates of the whole model, whatever the degrees. Buffers are those of rank 0, as with DDP."""
+        engine: _Engine = prepared.engine
         _reshard(prepared.core)
-        for buffer in prepared.core.buffers():
-            dist.broadcast(buffer, src=0)
-        return to_global(super().state(prepared), prepared.engine.slots)
+        if engine.common is not None:
+            engine.common.compare_values()
+        if engine.buffers is not None:
+            broadcast_buffers(prepared.core.buffers())
+        return to_global(super().state(prepared), engine.slots)
+
+
+def _check_words(job: Job, core: nn.Module, roles: Mapping[str, str], tp: int) -> None:
+    """Embedding and output layer can be shared by `tp` ranks, and have all the words of the data.
+
+    Raises:
+        ConfigError: they cannot, or have not.
+    """
+    if job.model.vocab_size is not None:
+        check_vocabulary(job.model.vocab_size, tp)
+    words = job.config.vocab_size
+    for name, role in roles.items():
+        weight = getattr(core.get_submodule(name), "weight", None) if role in ("embedding", "head") else None
+        if weight is not None and words is not None and weight.shape[0] < words:
+            raise ConfigError(
+                f"strategy 'tp' has vocab_parallel_loss=true, and the model's '{name}' has {weight.shape[0]} words, but "
+                f"the vocabulary of the data has {words}. Give the model at least {words}, or set --vocab-size to what "
+                "the data really has."
+            )
+
+
+def _synchronise_buffers(core: nn.Module) -> BufferSync | None:
+    if not any(True for _ in core.buffers()):
+        return None
+    sync = BufferSync()
+    core.register_forward_pre_hook(sync)
+    return sync
 
 
 def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -112,6 +167,7 @@ def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if mesh.size() == 1:
         return core
     if job.options.data_parallel == "fsdp":
+        _refuse_scalars(core)
         for name in job.model.blocks:
             fully_shard(core.get_submodule(name), mesh=mesh)
         fully_shard(core, mesh=mesh, reshard_after_forward=False)
@@ -125,9 +181,20 @@ def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # `BufferSync` does, over all ranks
     )
     _use_final_buckets(module)
     return module
+
+
+def _refuse_scalars(core: nn.Module) -> None:
+    """FSDP2 shards a parameter along its first dimension."""
+    scalars = [name for name, p in core.named_parameters() if not p.dim()]
+    if scalars:
+        raise ConfigError(
+            f"strategy 'tp' has data_parallel=fsdp, which cannot shard parameters without dimensions; the model has "
+            f"{', '.join(scalars)}. Give them the shape [1], or use data_parallel=ddp."
+        )
 
 
 def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
@@ -167,9 +234,12 @@ def _micro_batch(prepared: Prepared, micro: MicroBatch) -> Iterator[None]:
         engine.masks.renew()
     with _data_parallel_sync(prepared.module, sync=micro.sync):
         yield
+    if engine.buffers is not None:
+        engine.buffers.due = micro.sync
     if micro.sync and micro.index == micro.count - 1:
         _sum_partial(engine)
-        _compare_once(engine)
+        if engine.common is not None:
+            engine.common.compare_gradients()
 
 
 @contextmanager
@@ -195,17 +265,11 @@ def _sum_partial(engine: _Engine) -> None:
 
     Once a step is enough: sums over micro-batches and data-parallel ranks may come first.
     """
-    gradients = [g for p in engine.partial if (g := local_gradient(p)) is not None]
-    if not gradients:
+    if not engine.partial:
         return
+    # A gradient that only other ranks have counts as zeros here: the message has the same size on all of them.
+    gradients = [g if (g := local_gradient(p)) is not None else torch.zeros_like(local_part(p)) for p in engine.partial]
     flat = torch.cat([g.reshape(-1) for g in gradients])
     dist.all_reduce(flat, group=engine.tp_group)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def _compare_once(engine: _Engine) -> None:
-    """After the first step's backward: gradients that should be equal over tensor-parallel ranks are."""
-    found = {name: g for name, p in engine.unchecked.items() if (g := local_gradient(p)) is not None}
-    engine.unchecked = {}
-    check_replicas(found, engine.tp_group)

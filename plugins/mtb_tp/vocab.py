@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mtb_core import RunFailed
+
 #: Targets that do not count.
 IGNORE_LABEL = -100
 
@@ -46,6 +48,25 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return gradient * (grads[0] * counts).unsqueeze(-1), None, None, None
 
 
+def check_words(words: Tensor, size: int, what: str) -> None:
+    """Refuse `words` that no rank has: each would take them for those of another one.
+
+    On CUDA the check is made on the device, as torch's own is: an assertion there ends the process.
+
+    Raises:
+        RunFailed: some are outside of ``range(size)``; -100 is a target that does not count.
+    """
+    inside = ((words >= 0) & (words < size)) | ((words == IGNORE_LABEL) if what == "targets" else False)
+    if words.is_cuda:
+        torch._assert_async(inside.all(), f"{what} outside of the vocabulary")  # noqa: SLF001
+    elif not bool(inside.all()):
+        raise RunFailed(
+            f"The model has a vocabulary of {size} words, split over ranks, but saw the {what} "
+            f"{words[~inside][:4].tolist()}, which are outside of range({size}). Give the model as many words as the "
+            "data has."
+        )
+
+
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """Loss of each position, fp32, zero where the target is -100; equal on all ranks of `group`.
 
@@ -55,8 +76,12 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, gr
         first: the word at which this rank's part begins.
         group: the ranks that share the vocabulary.
 
+    Raises:
+        RunFailed: a target is outside of the vocabulary.
+
     Formula: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
+    check_words(targets, logits.shape[-1] * group.size(), "targets")
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits.float(), targets, first, group)  # type: ignore[no-untyped-call]
     return losses
 
