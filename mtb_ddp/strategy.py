@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
+from mtb_core import ConfigError, Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
 from mtb_ddp.plugin import DDPOptions
 from mtb_ddp.zero1 import make_zero1, zero1_state
 
@@ -29,6 +29,7 @@ class DDPStrategy(Strategy):
         """Wrap the model; the optimizer works on the bare parameters."""
         options: DDPOptions = job.options
         core = job.in_place(job.materialize(job.build()))
+        _check_buffers(core)
         optimizer = make_zero1(job, core) if options.zero1 else job.make_optimizer(core)
         device = torch.device(job.ctx.device)
         final = not (options.static_graph or options.find_unused_parameters)
@@ -70,6 +71,17 @@ class DDPStrategy(Strategy):
         if prepared.engine.zero1:
             return zero1_state(prepared)
         return super().state(prepared)
+
+
+def _check_buffers(core: torch.nn.Module) -> None:
+    """DDP writes rank 0's buffers into those of the others, one element after the other."""
+    for name, buffer in core.named_buffers():
+        if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise ConfigError(
+                f"Buffer '{name}' of the model is expanded: several of its elements are one in memory, and "
+                "DistributedDataParallel cannot write to it. Register it before expand() and expand it in forward, or "
+                "register what contiguous() makes of it."
+            )
 
 
 _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

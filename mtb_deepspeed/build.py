@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import nn
 
-from mtb_core import Job
+from mtb_core import ConfigError, Job
 
 from . import private
 
@@ -30,9 +30,14 @@ class Built:
 
 
 def build(job: Job, deepspeed: Any, settings: dict[str, Any]) -> Built:
-    """Build and fill the model by (seed, name), split over ranks at stage 3. All ranks, `joined`; no communication."""
+    """Build and fill the model by (seed, name), split over ranks at stage 3. All ranks, `joined`; no communication.
+
+    Raises:
+        ConfigError: on all ranks; it has a parameter that the engine cannot handle.
+    """
     stage, low_precision = settings["zero_optimization"]["stage"], settings["bf16"]["enabled"]
     module = job.build()
+    _check(module, stage)
     weights: dict[str, Weights] = {}
     if stage == 3:
         _fill_and_split(module, job, deepspeed, settings, weights)
@@ -45,6 +50,21 @@ def build(job: Job, deepspeed: Any, settings: dict[str, Any]) -> Built:
     # The engine casts parameters itself; core's autocast serves where they stay fp32.
     job.in_place(module, autocast=not low_precision)
     return Built(module, weights)
+
+
+def _check(module: nn.Module, stage: int) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"Parameter '{name}' is {str(parameter.dtype).removeprefix('torch.')}; strategy 'deepspeed' keeps and "
+                "updates all weights in fp32 and casts them itself, so a model must be float32 when it is built. Convert "
+                "it with float(), make it a buffer, or use strategy ddp."
+            )
+        if stage == 3 and not parameter.numel():
+            raise ConfigError(
+                f"Parameter '{name}' has no elements (shape {tuple(parameter.shape)}), which DeepSpeed cannot split over "
+                "ranks at stage=3. Remove it, or use stage=2."
+            )
 
 
 def _fill_and_split(

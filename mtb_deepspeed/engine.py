@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
@@ -49,13 +50,13 @@ def import_deepspeed(device: str) -> Any:
         )
     # DeepSpeed calls torch's collectives by names that this torch calls old, and nobody here can change that.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
-    private.without_shared_memory_op(deepspeed)
+    private.without_ops(deepspeed)
     private.count_devices_once(accelerator)
     return deepspeed
 
 
 def engine_settings(options: DeepSpeedOptions, job: Job) -> dict[str, Any]:
-    """The configuration that DeepSpeed gets; `options` are settled.
+    """The configuration that DeepSpeed gets; `options` are complete.
 
     Batch sizes only satisfy its checks: losses come in as shares of the global batch. Clipping is core's.
     """
@@ -66,7 +67,7 @@ def engine_settings(options: DeepSpeedOptions, job: Job) -> dict[str, Any]:
         "reduce_bucket_size": options.reduce_bucket_size,
         "allgather_bucket_size": options.allgather_bucket_size,
         # The norm is core's; DeepSpeed leaves its own out only here.
-        "compute_grad_norm": stage not in (1, 2) or options.offload_optimizer is not None,
+        "compute_grad_norm": stage not in (1, 2) or options.offload_optimizer != "none",
     }
     for name in ("contiguous_gradients", "reduce_scatter"):
         if getattr(options, name) is not None:
@@ -74,7 +75,7 @@ def engine_settings(options: DeepSpeedOptions, job: Job) -> dict[str, Any]:
     for name in ("prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"):
         if getattr(options, name) is not None:
             zero[f"stage3_{name}"] = getattr(options, name)
-    if options.offload_optimizer is not None:
+    if options.offload_optimizer != "none":
         zero["offload_optimizer"] = {"device": options.offload_optimizer}
     low_precision = job.config.precision == "bf16" and bool(stage)
     return {
@@ -128,22 +129,35 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def used_parameters(loss: torch.Tensor) -> set[int]:
-    """Ids of the parameters that backward from `loss` will reach.
+@attrs.frozen
+class Reach:
+    """What backward from a loss will reach: ids of parameters, and whether something in the graph hides others.
+
+    Checkpointing in its re-entrant form runs forward again when backward comes to it, and only then has a graph.
+    """
+
+    parameters: set[int]
+    hides: bool
+
+
+def reach(loss: torch.Tensor) -> Reach:
+    """What backward from `loss` will reach.
 
     DeepSpeed takes gradients out of ``.grad`` and reduces them in buckets; a parameter without one would leave another
     rank's bucket of another size, or, at stage 3, an old gradient in place. So it must be known before backward.
     """
     seen: set[Any] = set()
     found: set[int] = set()
+    hides = False
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        hides |= type(node).__name__ == "CheckpointFunctionBackward"
         variable = getattr(node, "variable", None)
         if variable is not None:
             found.add(id(variable))
         waiting.extend(following for following, _ in node.next_functions)
-    return found
+    return Reach(found, hides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 DEFAULT_STAGE = 2
 DEFAULT_BUCKET = 50_000_000
 
+#: Elements of a bucket, which is allocated whole and sent in one message; some counts on the way are of 32 bits.
+MOST_IN_BUCKET = 2_000_000_000
+
 
 @attrs.frozen
 class DeepSpeedOptions:
@@ -27,7 +31,10 @@ class DeepSpeedOptions:
         None, help="ZeRO stage: what is split over ranks, see docs/deepspeed.md. [default: 2]", choices=(0, 1, 2, 3)
     )
     offload_optimizer: str | None = option(
-        None, help="Where fp32 weights and optimizer state live and are updated.", choices=("cpu",)
+        None,
+        help="Where fp32 weights and optimizer state live and are updated; none: where the parameters are. "
+        "[default: none]",
+        choices=("none", "cpu"),
     )
     contiguous_gradients: bool | None = option(None, help="Copy gradients into one buffer as they come.")
     overlap_comm: bool | None = option(
@@ -35,10 +42,16 @@ class DeepSpeedOptions:
     )
     reduce_scatter: bool | None = option(None, help="Stage 3: reduce-scatter gradients instead of all-reducing them.")
     reduce_bucket_size: int | None = option(
-        None, help=f"Elements of gradients reduced at a time. [default: {DEFAULT_BUCKET}]", minimum=2
+        None,
+        help=f"Elements of gradients reduced at a time. [default: {DEFAULT_BUCKET}]",
+        minimum=2,
+        maximum=MOST_IN_BUCKET,
     )
     allgather_bucket_size: int | None = option(
-        None, help=f"Stages 1, 2: elements of weights gathered at a time, even. [default: {DEFAULT_BUCKET}]", minimum=2
+        None,
+        help=f"Stages 1, 2: elements of weights gathered at a time, even. [default: {DEFAULT_BUCKET}]",
+        minimum=2,
+        maximum=MOST_IN_BUCKET,
     )
     grad_accum_dtype: str | None = option(
         None,
@@ -57,7 +70,12 @@ class DeepSpeedOptions:
     max_reuse_distance: int | None = option(
         None, help="Stage 3: keep a parameter gathered if it is used again within this many elements.", minimum=0
     )
-    config: str | None = option(None, help="DeepSpeed JSON file that says these things instead.")
+    config: str | None = option(
+        None, help="DeepSpeed JSON file that says these things instead; results record what it says."
+    )
+    config_digest: str | None = option(
+        None, help="Digest of that file, which results record; a file that is given besides must have it."
+    )
 
 
 #: Where the entries of a DeepSpeed file lead to.
@@ -96,7 +114,10 @@ _AUTO = "auto"  # what other trainers' files say where the trainer is to decide
 
 
 def settled(options: DeepSpeedOptions, config: TrainConfig) -> DeepSpeedOptions:
-    """The options with what their file says and with defaults filled in, checked against each other and the run.
+    """The options with what their file says instead of the file, checked against each other and the run.
+
+    Filled in are defaults, too, but for those that follow from the stage or the precision: these stay None, so that
+    what is recorded can be used again with another stage or precision. `complete` fills them in.
 
     Raises:
         ConfigError: the file cannot be read, says what is not supported, what the run decides, or what an option says
@@ -104,13 +125,36 @@ def settled(options: DeepSpeedOptions, config: TrainConfig) -> DeepSpeedOptions:
     """
     if options.config is not None:
         options = _with_file(options, Path(options.config))
-    options = _with_defaults(options, config)
-    _check(options, config)
+    constant: dict[str, Any] = {
+        "stage": DEFAULT_STAGE,
+        "offload_optimizer": "none",
+        "reduce_bucket_size": DEFAULT_BUCKET,
+        "allgather_bucket_size": DEFAULT_BUCKET,
+    }
+    options = attrs.evolve(options, **{k: v for k, v in constant.items() if getattr(options, k) is None})
+    _check(complete(options, config), config)
     return options
 
 
+def complete(options: DeepSpeedOptions, config: TrainConfig) -> DeepSpeedOptions:
+    """Settled options with the defaults that depend on stage and precision."""
+    filled: dict[str, Any] = {}
+    if options.overlap_comm is None:
+        filled["overlap_comm"] = options.stage == 3
+    if options.grad_accum_dtype is None:
+        filled["grad_accum_dtype"] = "bf16" if config.precision == "bf16" and options.stage else "fp32"
+    return attrs.evolve(options, **filled)
+
+
 def _with_file(options: DeepSpeedOptions, path: Path) -> DeepSpeedOptions:
-    found = _read(path)
+    content = _content(path)
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    if options.config_digest not in (None, digest):
+        raise ConfigError(
+            f"strategy 'deepspeed' has config_digest={options.config_digest}, and its file {path} has the digest {digest}: "
+            "it was changed, or is another one. Leave config_digest out, or the file, if what it said is given as options."
+        )
+    found = _read(path, content)
     for name in found:
         value = getattr(options, name)
         if value is not None:
@@ -120,22 +164,40 @@ def _with_file(options: DeepSpeedOptions, path: Path) -> DeepSpeedOptions:
                 "one place only."
             )
     parsed = parse_options(DeepSpeedOptions, found, owner=f"strategy 'deepspeed' (from {path})")
-    return attrs.evolve(options, **{name: getattr(parsed, name) for name in found})
+    said = {name: getattr(parsed, name) for name in found}
+    return attrs.evolve(options, **said, config=None, config_digest=digest)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Option names and values that the file `path` gives."""
+def _content(path: Path) -> bytes:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"Cannot read the DeepSpeed file {path}: {reason}.") from error
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"Cannot read the DeepSpeed file {path}: {error.strerror}.") from error
+
+
+def _entries(path: Path, content: bytes) -> list[tuple[str, Any]]:
+    """All entries of the file, each with its dotted name."""
+    try:
+        values = json.loads(
+            content.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+        )
+        if isinstance(values, Mapping):
+            return list(_flat(values))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"Cannot read the DeepSpeed file {path}: it is not UTF-8 text.") from error
     except ValueError as error:
         raise ConfigError(f"The DeepSpeed file {path} is not valid JSON: {error}.") from error
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"The DeepSpeed file {path} holds {type(values).__name__}; it must be a JSON object.")
+    except RecursionError:
+        raise ConfigError(
+            f"The DeepSpeed file {path} is nested too deeply to be read; its entries are at most 3 deep."
+        ) from None
+    raise ConfigError(f"The DeepSpeed file {path} holds {type(values).__name__}; it must be a JSON object.")
+
+
+def _read(path: Path, content: bytes) -> dict[str, Any]:
+    """Option names and values that the file `path` gives."""
     found: dict[str, Any] = {}
-    for entry, value in _flat(values):
+    for entry, value in _entries(path, content):
         owner = _OWNED.get(entry.partition(".")[0])
         if value == _AUTO:
             continue
@@ -149,8 +211,6 @@ def _read(path: Path) -> dict[str, Any]:
                 f"The DeepSpeed file {path} says {entry} = {value!r}, which strategy 'deepspeed' does not "
                 f"support.{nearest(entry, _ENTRIES)} Valid: {', '.join(_ENTRIES)}. Remove the entry."
             )
-        if entry.endswith(".device") and value == "none":
-            continue
         found[_ENTRIES[entry]] = _number(value)
     return found
 
@@ -168,25 +228,16 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise ValueError(f"the key {twice!r} is there twice")
     return dict(pairs)
-
-
-def _with_defaults(options: DeepSpeedOptions, config: TrainConfig) -> DeepSpeedOptions:
-    stage = DEFAULT_STAGE if options.stage is None else options.stage
-    filled: dict[str, Any] = {"stage": stage}
-    if options.overlap_comm is None:
-        filled["overlap_comm"] = stage == 3
-    for name in ("reduce_bucket_size", "allgather_bucket_size"):
-        if getattr(options, name) is None:
-            filled[name] = DEFAULT_BUCKET
-    if options.grad_accum_dtype is None:
-        filled["grad_accum_dtype"] = "bf16" if config.precision == "bf16" and stage else "fp32"
-    return attrs.evolve(options, **filled)
 
 
 _STAGE_3_ONLY = (
@@ -207,11 +258,13 @@ def _check(options: DeepSpeedOptions, config: TrainConfig) -> None:
                     f"{who} {name}={getattr(options, name)} and stage={stage}; {name} belongs to stage=3."
                 )
     if stage == 0:
-        for name in ("offload_optimizer", "contiguous_gradients"):
-            if getattr(options, name) is not None:
-                raise ConfigError(f"{who} {name}={getattr(options, name)} and stage=0; it belongs to stages 1 to 3.")
-        if options.overlap_comm:
-            raise ConfigError(f"{who} overlap_comm=True and stage=0; it belongs to stages 1 to 3.")
+        asked = {
+            "offload_optimizer": options.offload_optimizer != "none",
+            "contiguous_gradients": options.contiguous_gradients is not None,
+            "overlap_comm": options.overlap_comm,
+        }
+        for name in (name for name, is_asked in asked.items() if is_asked):
+            raise ConfigError(f"{who} {name}={getattr(options, name)} and stage=0; it belongs to stages 1 to 3.")
     if (options.allgather_bucket_size or 0) % 2:
         raise ConfigError(
             f"{who} allgather_bucket_size={options.allgather_bucket_size}; it must be even, as DeepSpeed demands."

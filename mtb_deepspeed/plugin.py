@@ -31,6 +31,7 @@ def plan(options: DeepSpeedOptions, config: TrainConfig, world: World) -> Plan:
         reduce_dtype="bf16" if reduced_in_bf16 else "fp32",
         finds_missing_gradients=True,
         sharded=found.stage != 0,
+        options=found,
     )
 
 

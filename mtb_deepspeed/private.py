@@ -7,6 +7,7 @@ parameters; how they are cut differs between stages 1 and 2 on the one hand and 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -303,6 +304,10 @@ def count_devices_once(accelerator: Any) -> None:
         accelerator.device_count = functools.cache(accelerator.device_count)
 
 
-def without_shared_memory_op(deepspeed: Any) -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce, which serves inference only."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+def without_ops(deepspeed: Any) -> None:
+    """Say in advance that none of DeepSpeed's ops can be built here.
+
+    By its own it would ask a compiler when it is first used, leave a file open, and then build its shared-memory
+    all-reduce, which serves inference only.
+    """
+    deepspeed.ops.__compatible_ops__ = collections.defaultdict(bool)

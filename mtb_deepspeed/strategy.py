@@ -12,14 +12,24 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from mtb_core import Job, MicroBatch, MissingGradient, Piece, Prepared, Shards, State, Strategy, fragment_pieces
+from mtb_core import (
+    Job,
+    MicroBatch,
+    MissingGradient,
+    Piece,
+    Prepared,
+    Shards,
+    State,
+    Strategy,
+    broadcast_buffers,
+    fragment_pieces,
+)
 
 from .build import Built, build
-from .engine import engine_settings, import_deepspeed, joined, make_engine, used_parameters
-from .options import DeepSpeedOptions, settled
+from .engine import engine_settings, import_deepspeed, joined, make_engine, reach
+from .options import DeepSpeedOptions, complete
 from .private import ZeroParts, zero_parts
 from .state import zero_state
 
@@ -32,7 +42,9 @@ class _Engine:
         parts: None at stage 0, where parameters and optimizer are plain.
         frozen: pieces of the untrained parameters in fp32; `low`: their low-precision copies in the model.
         boundary: whether the present micro-batch ends with gradients that are reduced and complete.
-        used: parameters that the micro-batches since the last reduction have used.
+        only_last: whether a reduction leaves out what only earlier micro-batches have used.
+        used: parameters that the micro-batches which the next reduction covers have used.
+        hides: whether one of these has a graph that does not show all of them.
     """
 
     engine: Any
@@ -46,9 +58,11 @@ class _Engine:
     buffers: list[tuple[str, torch.Tensor]]
     persistent: frozenset[str]
     release: Callable[[], None]
+    only_last: bool
     boundary: bool = True
     reduces: bool = True
     used: set[int] = attrs.field(factory=set)
+    hides: bool = False
 
 
 class DeepSpeedStrategy(Strategy):
@@ -56,7 +70,7 @@ class DeepSpeedStrategy(Strategy):
 
     def prepare(self, job: Job) -> Prepared:
         """Fill the model, wrap it, and give the fp32 weights back what the cast to low precision has taken."""
-        options: DeepSpeedOptions = settled(job.options, job.config)
+        options: DeepSpeedOptions = complete(job.options, job.config)
         deepspeed = import_deepspeed(job.ctx.device)
         settings = engine_settings(options, job)
         with ExitStack() as stack:
@@ -83,6 +97,8 @@ class DeepSpeedStrategy(Strategy):
                 buffers=list(core.named_buffers()),
                 persistent=frozenset(core.state_dict(keep_vars=True).keys()),
                 release=stack.pop_all().close,
+                # It then reduces in hooks of the last micro-batch's backward, and there are none where that has no part.
+                only_last=stage == 1 and bool(options.overlap_comm),
             )
         return Prepared(engine, core, optimizer, held)
 
@@ -93,12 +109,16 @@ class DeepSpeedStrategy(Strategy):
     def backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
         """The engine averages over ranks; the contract is their sum."""
         held: _Engine = prepared.engine
-        held.used |= used_parameters(loss)
+        found = reach(loss)
+        if held.only_last:
+            _forget_used(held)
+        held.used |= found.parameters
+        held.hides |= found.hides
         if held.reduces:
             missing = [name for key, name in held.trainable.items() if key not in held.used]
-            held.used.clear()
             if missing:
-                raise _missing(missing, held.rank)
+                raise _missing(missing, held)
+            _forget_used(held)
         held.engine.backward(loss * held.ranks, scale_wrt_gas=False)
         held.engine.allreduce_gradients()
 
@@ -118,12 +138,12 @@ class DeepSpeedStrategy(Strategy):
             held.parts.clear()
         else:
             held.engine.zero_grad()
-        held.used.clear()
+        _forget_used(held)
 
     def state(self, prepared: Prepared) -> State:
         """See `mtb_deepspeed.state`. Buffers are those of rank 0."""
         held: _Engine = prepared.engine
-        _share_buffers(held)
+        broadcast_buffers(buffer for _, buffer in held.buffers)
         if held.parts is None:
             return super().state(prepared)
         persistent = [(name, buffer) for name, buffer in held.buffers if name in held.persistent]
@@ -133,10 +153,10 @@ class DeepSpeedStrategy(Strategy):
         """Copy the fp32 weights into the model's parameters, on all ranks."""
         held: _Engine = prepared.engine
         if held.parts is not None:
-            held.parts.publish()
             with torch.no_grad():
                 for low, full in held.low:
                     low.copy_(full)
+            held.parts.publish()
 
     def close(self, prepared: Prepared) -> None:
         """Remove the engine's hooks, and let go of the process group."""
@@ -147,7 +167,7 @@ class DeepSpeedStrategy(Strategy):
 @contextmanager
 def _accumulation(held: _Engine, micro: MicroBatch) -> Iterator[None]:
     if micro.index == 0:
-        _share_buffers(held)
+        broadcast_buffers(buffer for _, buffer in held.buffers)
     held.reduces = micro.sync or held.stage >= 2
     boundary = micro.sync if held.stage < 2 else micro.index == micro.count - 1
     held.engine.set_gradient_accumulation_boundary(boundary)
@@ -157,21 +177,34 @@ def _accumulation(held: _Engine, micro: MicroBatch) -> Iterator[None]:
         held.engine.set_gradient_accumulation_boundary(True)
 
 
-def _missing(names: list[str], rank: int) -> MissingGradient:
+def _forget_used(held: _Engine) -> None:
+    held.used.clear()
+    held.hides = False
+
+
+def _missing(names: list[str], held: _Engine) -> MissingGradient:
     shown = ", ".join(f"'{name}'" for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return MissingGradient(
-        f"No gradient on rank {rank} for {shown}{more}: forward did not use it, or used it detached. Strategy "
-        "'deepspeed' needs all of them on every rank, for it reduces gradients in common buckets. Use it in the loss, "
-        "freeze it with requires_grad_(False), or use strategy ddp with find_unused_parameters=true.",
-        rank=rank,
+    if held.hides:
+        text = (
+            f"The graph on rank {held.rank} shows no gradient for {shown}{more}: the model uses torch.utils.checkpoint "
+            "with use_reentrant=True, which hides what is inside until backward comes to it, and strategy 'deepspeed' "
+            "must know before. Use use_reentrant=False, or --activation-checkpointing in its place."
+        )
+        return MissingGradient(text, rank=held.rank)
+    where = " in the last micro-batch of the step" if held.only_last else ""
+    why = (
+        "With stage=1 and overlap_comm=true DeepSpeed reduces only what the last micro-batch of a step uses; set "
+        "overlap_comm=false, use it in each one"
+        if held.only_last
+        else "Strategy 'deepspeed' needs all of them on every rank, for it reduces gradients in common buckets. Use it in "
+        "the loss"
     )
-
-
-def _share_buffers(held: _Engine) -> None:
-    """Every rank goes on with the buffers of rank 0, so that there is one model."""
-    for _, buffer in held.buffers:
-        dist.broadcast(buffer, src=0)
+    return MissingGradient(
+        f"No gradient on rank {held.rank} for {shown}{more}{where}: forward did not use it, or used it detached. {why}, "
+        "freeze it with requires_grad_(False), or use strategy ddp with find_unused_parameters=true.",
+        rank=held.rank,
+    )
 
 
 def _restore_precision(parts: ZeroParts, built: Built) -> None:

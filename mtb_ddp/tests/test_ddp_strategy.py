@@ -169,3 +169,38 @@ def test_buckets_are_reduced_while_backward_runs(tmp_path: Path) -> None:
         for step in (events[:each], events[each:]):
             assert max(e for e in step if e != "first layer") >= 1
             assert step.index(0) < step.index("first layer")
+
+
+EXPANDED = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, buffer):
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.register_buffer("twice", buffer)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens)) * self.twice[0, 0]
+
+def expanded(config):
+    return Model(torch.ones(4).expand(2, 4))
+
+def turned(config):
+    return Model(torch.ones(3, 8).t())
+"""
+
+
+@pytest.mark.timeout(60)
+def test_buffers_of_any_layout(tmp_path: Path) -> None:
+    """An expanded buffer is refused by name; a transposed one is saved as it is."""
+    path = tmp_path / "model.py"
+    path.write_text(EXPANDED)
+    settings = {**TINY, "steps": 1, "warmup_steps": 0}
+    result, _ = run_recorded(TrainConfig(**settings, model=f"{path}:expanded"), tmp_path / "expanded")
+    assert result.failure is not None
+    assert "Buffer 'twice' of the model is expanded" in result.failure["message"]
+    result, ranks = run_recorded(TrainConfig(**settings, model=f"{path}:turned"), tmp_path / "turned")
+    assert result.exit_reason == "done", result.failure
+    assert torch.equal(ranks[1].final["model/twice"], torch.ones(8, 3))

@@ -6,6 +6,7 @@ import os
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 23
 
@@ -63,6 +64,58 @@ class UnusedOnOne(Odd):
 class UnusedEverywhere(Odd):
     def skips(self) -> bool:
         return True
+
+
+class UnusedInTheLast(Odd):
+    """In the second of two micro-batches of each step."""
+
+    def skips(self) -> bool:
+        return self.training and self.calls % 2 == 0
+
+
+class Reentrant(Odd):
+    """With checkpointing in the form that hides from the graph what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(VOCABULARY, VOCABULARY)
+
+    def trouble(self, logits: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inside, logits, use_reentrant=True)
+
+
+class Empty(Odd):
+    """With a parameter that has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.ones(0, 7))
+
+    def trouble(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits + self.nothing.sum()
+
+
+class Double(Odd):
+    """With a parameter that is not fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(VOCABULARY, dtype=torch.float64))
+
+    def trouble(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * self.factor.to(logits.dtype)
+
+
+class Expanded(Odd):
+    """With buffers whose elements do not lie one behind the other; large, so that writing behind them shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ones", torch.ones(1, VOCABULARY).expand(4096, VOCABULARY), persistent=False)
+        self.register_buffer("turned", torch.arange(2.0 * VOCABULARY).view(2, VOCABULARY).t())
+
+    def trouble(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits * self.ones[4095] + self.turned[:, 1] - self.turned[:, 0]
 
 
 class NaNOnce(Odd):

@@ -20,12 +20,12 @@ ODD: dict[str, Any] = {"vocab_size": 23, "steps": 5, "learning_rate": 1e-2}
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 0}
 
 
-def failing(model: str, folder: Path, stage: int, **settings: Any) -> Result:
+def failing(model: str, folder: Path, stage: int, *, options: dict[str, Any] | None = None, **settings: Any) -> Result:
     """Two ranks on one of the models that go wrong."""
     config = TrainConfig(
         model=f"{FILE}:{model}",
         strategy="deepspeed",
-        strategy_opt={"stage": stage},
+        strategy_opt={"stage": stage, **(options or {})},
         nproc=2,
         global_batch_size=4,
         seq_length=8,
@@ -92,6 +92,60 @@ def test_unused_parameters_are_refused(model: str, rank: int | None, stage: int,
     assert "'mix', 'scale'" in result.failure["message"]
     assert rank is None or result.failure["rank"] == rank
     assert result.global_step == (2 if rank else 0)
+
+
+@pytest.mark.timeout(60)
+def test_an_overlapping_reduction_needs_all_in_the_last_micro_batch(tmp_path: Path) -> None:
+    """Stage 1 with overlap_comm would forget gradients of what only an earlier micro-batch uses, so it is refused."""
+    result = failing("UnusedInTheLast", tmp_path, 1, options={"overlap_comm": True}, grad_accum_steps=2)
+    assert result.failure is not None
+    assert result.failure["kind"] == "MissingGradient"
+    assert "'mix', 'scale' in the last micro-batch of the step" in result.failure["message"]
+    assert "set overlap_comm=false" in result.failure["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 1}, {"stage": 1, "offload_optimizer": "cpu"}], ids=str)
+def test_an_earlier_micro_batch_is_enough(options: dict[str, Any], tmp_path: Path) -> None:
+    """Without overlap_comm stages 0 and 1 train with the gradients that an earlier micro-batch has left, as `ddp` does."""
+    settings = {**ODD, "model": f"{FILE}:UnusedInTheLast", "nproc": 2, "grad_accum_steps": 2}
+    expected = recorded(tmp_path / "ddp", strategy="ddp", strategy_opt={"find_unused_parameters": True}, **settings)
+    found = recorded(tmp_path / "zero", strategy="deepspeed", strategy_opt=options, **settings)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("model", "stage", "text"),
+    [
+        (
+            "Reentrant",
+            2,
+            "'inside.weight', 'inside.bias': the model uses torch.utils.checkpoint with use_reentrant=True",
+        ),
+        ("Empty", 3, "Parameter 'nothing' has no elements (shape (0, 7))"),
+        pytest.param("Double", 1, "Parameter 'factor' is float64", marks=pytest.mark.slow),
+    ],
+)
+def test_what_the_engine_cannot_do_is_named(model: str, stage: int, text: str, tmp_path: Path) -> None:
+    """The parameter, the cause, and before anything was trained."""
+    result = failing(model, tmp_path, stage)
+    assert result.exit_code == 3
+    assert result.failure is not None
+    assert text in result.failure["message"]
+    assert result.global_step == 0
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("options", [STAGE_3, pytest.param({"stage": 0}, marks=pytest.mark.slow)], ids=str)
+def test_buffers_of_any_layout(options: dict[str, Any], tmp_path: Path) -> None:
+    """Buffers that are transposed or expanded are shared without writing behind them."""
+    settings = {**ODD, "model": f"{FILE}:Expanded"}
+    expected = recorded(tmp_path / "single", strategy="single", **settings)
+    found = recorded(tmp_path / "zero", strategy="deepspeed", nproc=2, strategy_opt=options, **settings)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert torch.equal(found.final["model/turned"], expected.final["model/turned"])
 
 
 @pytest.mark.slow
