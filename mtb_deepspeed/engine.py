@@ -34,6 +34,7 @@ def import_deepspeed(device: str) -> Any:
             import torch.distributed.nn.functional  # noqa: F401, PLC0415  (DeepSpeed does it, but later)
             from deepspeed.accelerator import get_accelerator  # noqa: PLC0415
 
+            private.import_muon_plainly()
             accelerator = get_accelerator()
     except Exception as error:
         raise RunFailed(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -302,6 +303,19 @@ def count_devices_once(accelerator: Any) -> None:
     """On CPU each question for the number of devices starts a subprocess, and every reduction of stage 3 asks."""
     if not hasattr(accelerator.device_count, "cache_info"):
         accelerator.device_count = functools.cache(accelerator.device_count)
+
+
+def import_muon_plainly() -> None:
+    """Import DeepSpeed's Muon, which its engine does to see that the optimizer is another one, without its compiling.
+
+    Some of its functions are under ``torch.compile``, and to decorate them imports all of torch's compiler: seconds.
+    """
+    compiling = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        torch.compile = compiling
 
 
 def without_ops(deepspeed: Any) -> None:

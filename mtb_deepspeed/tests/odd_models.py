@@ -66,6 +66,13 @@ class UnusedEverywhere(Odd):
         return True
 
 
+class Frozen(Odd):
+    """Whose logits depend much on what is not trained."""
+
+    def trouble(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits + 20 * self.frozen.weight.flatten()[:VOCABULARY]
+
+
 class UnusedInTheLast(Odd):
     """In the second of two micro-batches of each step."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from .odd_models import VOCABULARY
 from .recorded import Recorded, recorded
 
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 0}
@@ -111,6 +112,19 @@ def test_training_goes_on_elsewhere(chain: str, tmp_path: Path) -> None:
     assert losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.final.keys() == expected.final.keys()
     assert distance(found, expected) < 1e-4
+
+
+@pytest.mark.timeout(120)
+def test_frozen_parameters_arrive(tmp_path: Path) -> None:
+    """What is not trained is the checkpoint's too, also where it stays gathered: with another seed, losses go on alike."""
+    odd = {"model": f"{Path(__file__).parent / 'odd_models.py'}:Frozen", "vocab_size": VOCABULARY, "precision": "bf16"}
+    leg(tmp_path, 3, start=True, strategy="single", **odd)
+    asked = {"until_step": 5, "steps": None, "warmup_steps": 0, "resume": "latest", **odd}
+    asked |= {"checkpoint_dir": str(tmp_path / "checkpoints"), "seed": 1, "allow_config_change": ("seed",)}
+    expected = recorded(tmp_path / "single", strategy="single", **asked)
+    found = recorded(tmp_path / "zero", strategy="deepspeed", strategy_opt={"stage": 3}, nproc=2, **asked)
+    assert found.losses == pytest.approx(expected.losses, rel=5e-3)
+    assert torch.equal(found.final["model/frozen.weight"], expected.final["model/frozen.weight"])
 
 
 @pytest.mark.slow
