@@ -28,16 +28,19 @@ if TYPE_CHECKING:
     from .ranks.agree import from_rank_zero, gather_objects, same_on_all
     from .ranks.buffers import broadcast_buffers
     from .ranks.failures import Failure
+    from .ranks.inquiry import Answer, Inquiry
     from .ranks.worker import Worker
     from .running import reports_here, run
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Answer": ".ranks.inquiry",
     "CountCollectives": ".measure.collectives",
     "Failure": ".ranks.failures",
     "GroupedCommand": ".cli.options",
     "GroupedOption": ".cli.options",
+    "Inquiry": ".ranks.inquiry",
     "RanksOutcome": ".launching",
     "Result": ".measure.result",
     "TrainConfig": ".config",
@@ -71,10 +74,12 @@ _LAZY = {
 
 __all__ = [  # noqa: PLE0604  (they are strings)
     *api.__all__,
+    "Answer",
     "CountCollectives",
     "Failure",
     "GroupedCommand",
     "GroupedOption",
+    "Inquiry",
     "RanksOutcome",
     "Result",
     "TrainConfig",

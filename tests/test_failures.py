@@ -95,7 +95,7 @@ def test_unused_on_one_rank(tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert result.failure is not None
     assert result.failure["rank"] == 1
-    assert "step 3 on rank 1 (other ranks have one) for 'extra.weight'" in result.failure["message"]
+    assert "step 3 on rank 1 (other ranks have it) for 'extra.weight'" in result.failure["message"]
 
 
 @pytest.mark.timeout(60)

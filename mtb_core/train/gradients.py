@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 
 from mtb_core.api.errors import MissingGradient
 from mtb_core.api.values import Job, Prepared, Shards
-
-#: How long a rank that misses a gradient waits to hear whether all ranks miss it, seconds.
-PATIENCE_S = 2.0
+from mtb_core.ranks.inquiry import Answer, Inquiry
 
 
 def squared_norm(shards: Sequence[Shards], device: torch.device) -> torch.Tensor:
@@ -49,7 +46,7 @@ class GradientCheck:
 
     Checked at the first step, and at each step where there are several ranks: a parameter without gradient on some
     ranks only leaves the others waiting inside backward for a bucket that never comes. The rank that misses it
-    says so in the store. If all ranks do, all raise together; if not, it raises alone and leaves, and whoever
+    asks the others (`Inquiry`). If all miss it, all raise together; if not, it raises alone and leaves, and whoever
     started the ranks ends those that wait.
     """
 
@@ -57,7 +54,13 @@ class GradientCheck:
         self._ctx = job.ctx
         self._strategy = job.config.strategy
         self._active = not (job.plan.missing_gradients or job.plan.finds_missing_gradients)
-        self._parameters = [(n, p) for n, p in prepared.core.named_parameters() if p.requires_grad]
+        self._parameters = {n: p for n, p in prepared.core.named_parameters() if p.requires_grad}
+        self._begun = self._passed = 0
+        self._inquiry = Inquiry(job.ctx, "gradients", self._has) if self._active else None
+
+    def begin(self, step: int) -> None:
+        """From here on, gradients are those of `step`: those of the step before are gone."""
+        self._begun = step
 
     def __call__(self, step: int) -> None:
         """Look at the gradients of `step`.
@@ -67,15 +70,18 @@ class GradientCheck:
         """
         if not self._active:
             return
-        missing = [name for name, parameter in self._parameters if parameter.grad is None]
+        missing = [name for name, parameter in self._parameters.items() if parameter.grad is None]
         if missing:
             self._raise(missing, step)
+        self._begun, self._passed = 0, step
         if self._ctx.world_size == 1:
             self._active = False
 
     def _raise(self, missing: list[str], step: int) -> None:
-        alone = self._ctx.world_size > 1 and not self._all_ranks_miss(step)
-        where = f"on rank {self._ctx.rank} (other ranks have one)" if alone else "on all ranks"
+        assert self._inquiry is not None
+        answer = self._inquiry.all_miss(step, missing[0])
+        alone = answer is not Answer.ALL
+        where = f"on rank {self._ctx.rank} ({answer.value})" if alone else "on all ranks"
         message = (
             f"No gradient at step {step} {where} for {_some(missing)}: forward did not use it, or used it detached. "
             "Use it in the loss, freeze it with requires_grad_(False), or choose a strategy option that copes with "
@@ -83,16 +89,8 @@ class GradientCheck:
         )
         raise MissingGradient(message, rank=self._ctx.rank if alone else None, step=step, agreed=not alone)
 
-    def _all_ranks_miss(self, step: int) -> bool:
-        store = self._ctx.store
-        assert store is not None
-        key = f"mtb/missing_gradient/{step}"
-        count = store.add(key, 1)
-        deadline = time.monotonic() + PATIENCE_S
-        while count < self._ctx.world_size and time.monotonic() < deadline:
-            time.sleep(0.02)
-            count = store.add(key, 0)
-        return bool(count >= self._ctx.world_size)
+    def _has(self, step: int, name: str) -> bool:
+        return step <= self._passed or (step == self._begun and self._parameters[name].grad is not None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,6 +135,7 @@ class Trainer:
         batch, valid, progress = self._batch, self._valid, self.progress
         number = progress.global_step + 1
         rate = self._rate.set(progress.global_step)
+        self._check.begin(number)
         local_loss = self._forward_backward(batch, valid, self._micros)
         shards = self.hooks.gradients(self.prepared)
         self._check(number)
