@@ -12,13 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from mtb_core import Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
+from mtb_core import Job, MicroBatch, Prepared, RunFailed, Shards, State, Strategy, broadcast_buffers
 from mtb_fsdp.plugin import FSDPOptions
 from mtb_fsdp.replicated import BufferSync, sum_gradients
 from mtb_fsdp.units import check_dtypes, choose_units
 from mtb_fsdp.unused import UsageCheck
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+#: What torch's error about a parameter that was not gathered means here.
+_USED_OUTSIDE = (
+    "Forward met a sharded parameter that was not gathered ({}). Most likely the parameter of a block is used outside "
+    "of the block's own call, such as by block.forward(x) or through block.layer.weight: only a call, block(x), gathers "
+    "it. Call the block, or gather the model as a whole with --strategy-opt wrap=root."
+)
 
 
 @attrs.frozen
@@ -168,8 +175,10 @@ def _micro_batch(prepared: Prepared, micro: MicroBatch) -> Iterator[None]:
         module.set_requires_gradient_sync(False)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         _drop_unfinished(module)
+        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+            raise RunFailed(_USED_OUTSIDE.format(error)) from error
         raise
     finally:
         if not micro.sync:

@@ -1,14 +1,13 @@
 """A rank that does not use what the others use must say so before it communicates otherwise than they expect.
 
 FSDP gathers the units that run and sends the gradients that there are. Where ranks use different ones, their messages
-differ in length or kind, of which gloo aborts or waits for ever, and NCCL hangs. So such a rank says so in the store,
-as core does for missing gradients: if all ranks do, they go on alike, and core names the parameters that got no
+differ in length or kind, of which gloo aborts or waits for ever, and NCCL hangs. So such a rank asks the others, as
+core does for missing gradients: if all miss the same, they go on alike, and core names the parameters that got no
 gradient; if not, the rank raises, and whoever started the ranks ends those that wait.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mtb_core import MissingGradient, RankContext
+from mtb_core import Answer, Inquiry, MissingGradient, RankContext
 from mtb_fsdp.theory import reduced_elements
 from mtb_fsdp.units import describe_units, unit_parameters
-
-#: How long a rank that misses something waits to hear whether all ranks miss it, seconds.
-PATIENCE_S = 2.0
 
 
 class UsageCheck:
@@ -37,7 +33,9 @@ class UsageCheck:
         self._ctx = ctx
         self._waiting = set(units)
         self._units = frozenset(units)
-        self._count = 0
+        self._forwards = 0
+        self.units_run = Inquiry(ctx, "units", self._ran)
+        self.gradients_sent = Inquiry(ctx, "unit-gradients", self._sent)
         self.reduce_scatters: dict[str, CheckedReduceScatter] = {}
         descriptions = describe_units(module, units, resharded=False)
         for (name, parameters), description in zip(unit_parameters(module, units).items(), descriptions, strict=True):
@@ -51,36 +49,35 @@ class UsageCheck:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002  (a hook gets them)
         missing = sorted(self._waiting)
-        self._waiting.update(self._units)
-        if missing and not self.all_ranks_miss():
+        answer = self.units_run.all_miss(self._forwards + 1, "\n".join(missing)) if missing else Answer.ALL
+        if answer is not Answer.ALL:
             raise MissingGradient(
-                f"Module '{missing[0]}' did not run on rank {self._ctx.rank}, while it did on other ranks. It is "
-                "gathered by all ranks together, so all must run it in each forward: let the others leave it out too, "
-                "multiply its output by zero, or set --strategy-opt wrap=root.",
+                f"Module '{missing[0]}' did not run on rank {self._ctx.rank} ({answer.value}). It is gathered by all "
+                "ranks together, so all must run it in each forward: let the others leave it out too, multiply its "
+                "output by zero, or set --strategy-opt wrap=root.",
                 rank=self._ctx.rank,
             )
+        # In this order: to whoever asks meanwhile, a unit must not seem to have run in the next forward.
+        self._waiting.update(self._units)
+        self._forwards += 1
 
-    def all_ranks_miss(self) -> bool:
-        """Whether all ranks have come here as often as this one; waits a moment for them."""
-        self._count += 1
-        store = self._ctx.store
-        if store is None or self._ctx.world_size == 1:
-            return True
-        key = f"mtb_fsdp/missing/{self._count}"
-        found = store.add(key, 1)
-        deadline = time.monotonic() + PATIENCE_S
-        while found < self._ctx.world_size and time.monotonic() < deadline:
-            time.sleep(0.02)
-            found = store.add(key, 0)
-        return bool(found >= self._ctx.world_size)
+    def _ran(self, forward: int, units: str) -> bool:
+        """Whether this rank ran any of `units`: in a forward that ended, or that waits for others in a later unit."""
+        here = forward == self._forwards + 1 and not self._waiting.issuperset(units.split("\n"))
+        return here or forward <= self._forwards
 
-    def no_gradient(self, unit: str, names: Sequence[str]) -> MissingGradient:
-        """What to raise where gradients of `unit` are missing on this rank only; `names` are all that it trains."""
+    def _sent(self, message: int, what: str) -> bool:
+        """Whether this rank sent gradients of a unit, or wants to, of another length than the rank that asks."""
+        length, _, unit = what.partition(" ")
+        return self.reduce_scatters[unit].differs(message, int(length))
+
+    def no_gradient(self, unit: str, names: Sequence[str], answer: Answer) -> MissingGradient:
+        """What to raise where gradients of `unit` are missing on this rank; `names` are all that it trains."""
         where = f"module '{unit}'" if unit else "the model outside of its units"
         shown = ", ".join(f"'{n}'" for n in names[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return MissingGradient(
-            f"No gradient on rank {self._ctx.rank} (other ranks have one) for some of the parameters of {where} "
+            f"No gradient on rank {self._ctx.rank} ({answer.value}) for some of the parameters of {where} "
             f"({shown}{more}): forward did not use them there. Use them in the loss on every rank, freeze them with "
             "requires_grad_(False), or set --strategy-opt unused_parameters=true, which counts them as zero.",
             rank=self._ctx.rank,
@@ -105,12 +102,23 @@ class CheckedReduceScatter:
 
     def __init__(self, check: UsageCheck, unit: str, names: Sequence[str], lengths: tuple[int, int]) -> None:
         self._check, self._unit, self._names, self._lengths = check, unit, names, lengths
+        self._allocated = 0
+        self._asking = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for the message, or for what remains of it: the first that is known of its length."""
-        if size[0] not in self._lengths and not self._check.all_ranks_miss():
-            raise self._check.no_gradient(self._unit, self._names)
+        if size[0] not in self._lengths:
+            self._asking = size[0]
+            answer = self._check.gradients_sent.all_miss(self._allocated + 1, f"{size[0]} {self._unit}")
+            if answer is not Answer.ALL:
+                raise self._check.no_gradient(self._unit, self._names, answer)
+        self._allocated += 1
+        self._asking = 0
         return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def differs(self, number: int, length: int) -> bool:
+        """Whether the buffer `number` of this unit is here of another length than `length`, and not of one agreed on."""
+        return number <= self._allocated or (number == self._allocated + 1 and self._asking not in (0, length))
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 from torch import nn
@@ -141,6 +142,51 @@ class BlockUnusedOnRank1(Net):
             if index != 1 or os.environ.get("RANK", "0") != "1" or self.calls < 2:
                 x = block(x)
         return x
+
+
+_made = 0
+
+
+class BlockUnusedInTrials(Net):
+    """A block is left out by all ranks in the first trial, by rank 1 alone in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        global _made  # noqa: PLW0603  (a trial differs from the one before in nothing else)
+        _made += 1
+        self.left_out = _made == 1 or os.environ.get("RANK", "0") == "1"
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for index, block in enumerate(self.blocks):
+            if index != 1 or not self.left_out:
+                x = block(x)
+        return x
+
+
+class LateWithoutBlock(Net):
+    """All ranks leave a block out in training; rank 1 comes seconds later."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.blocks[2](self.blocks[0](self.tokens(tokens)))
+        if os.environ.get("RANK", "0") == "1" and self.calls == 2:
+            time.sleep(3.0)
+        return x
+
+
+class OutsideItsBlock(Net):
+    """Uses a block's weight outside of the block."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().hidden(tokens) @ self.blocks[0].inner.weight.t() @ self.blocks[0].outer.weight.t()
+
+
+class CallsForward(Net):
+    """Calls a block's `forward` instead of the block."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1].forward(self.tokens(tokens))
 
 
 class NaNOnce(Net):

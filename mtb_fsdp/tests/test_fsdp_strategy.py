@@ -56,7 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 #: The others run with the slow tests.
-FAST = ("1", "3-accumulate", "3-last", "2-keep", "4-hsdp", "fsdp1-2", "fsdp1-3-last")
+FAST = ("3-last", "4-hsdp", "fsdp1-3-last")
+SGD = ("2", "3-last", "4-hsdp", "fsdp1-3-last")
 
 
 def check_parity(folder: Path, case: str, settings: dict[str, Any], distance: float) -> None:
@@ -86,14 +87,21 @@ def test_parity(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("case", ["2", "3-last", "4-hsdp", "fsdp1-3-last"])
+@pytest.mark.parametrize("case", [c if c == "3-last" else pytest.param(c, marks=pytest.mark.slow) for c in SGD])
 def test_parity_sgd(case: str, tmp_path: Path) -> None:
     """The same with SGD, which hides no scale and blows up nothing: last weights agree to 1e-5."""
     check_parity(tmp_path, case, {"steps": 19, "optimizer": "sgd", "learning_rate": 0.1}, 1e-5)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("settings", [options(), options(param_dtype="fp32"), {"strategy": "fsdp1", "nproc": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        options(),
+        pytest.param(options(param_dtype="fp32"), marks=pytest.mark.slow),
+        pytest.param({"strategy": "fsdp1", "nproc": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_is_near(settings: dict[str, Any], tmp_path: Path) -> None:
     """With bf16 for computing and fp32 for sums, losses are within 2e-2 of `ddp`'s, and weights stay fp32."""
     _, expected = train(tmp_path / "ddp", strategy="ddp", nproc=2, precision="bf16", **PARITY)
@@ -148,6 +156,37 @@ def test_what_ranks_do_not_share_ends_all(name: str, strategy: str, text: str, t
 
 
 @pytest.mark.timeout(60)
+def test_trials_are_apart(tmp_path: Path) -> None:
+    """A rank that alone leaves a block out is named also where all ranks left it out in the trial before."""
+    model = {"model": f"{MODELS}:BlockUnusedInTrials", "vocab_size": 256, **options(unused_parameters=True)}
+    result = run(TrainConfig(**{**TINY, **model, "repeat": 2, "run_dir": str(tmp_path)}), quiet=True)
+    assert result.exit_reason == "failed"
+    assert "Module 'blocks.1' did not run on rank 1 (other ranks have it)" in str(result.failure)
+
+
+@pytest.mark.timeout(60)
+def test_late_ranks_are_waited_for(tmp_path: Path) -> None:
+    """Where all ranks leave a block out and one is seconds late, training goes on."""
+    model = {"model": f"{MODELS}:LateWithoutBlock", "vocab_size": 256, **options(unused_parameters=True)}
+    result = run(TrainConfig(**{**TINY, **model, "run_dir": str(tmp_path)}), quiet=True)
+    assert result.exit_reason == "done", result.failure
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["OutsideItsBlock", "CallsForward"])
+def test_what_is_used_outside_its_unit(name: str, tmp_path: Path) -> None:
+    """The error names the likely cause and the option that helps, which does."""
+    model: dict[str, Any] = {"model": f"{MODELS}:{name}", "vocab_size": 256}
+    result = run(TrainConfig(**{**TINY, **model, **options(), "run_dir": str(tmp_path / "block")}), quiet=True)
+    assert result.exit_reason == "failed"
+    assert "used outside of the block's own call" in str(result.failure)
+    assert "wrap=root" in str(result.failure)
+    allowed = options(wrap="root", unused_parameters=True)  # CallsForward leaves blocks out
+    result = run(TrainConfig(**{**TINY, **model, **allowed, "run_dir": str(tmp_path / "root")}), quiet=True)
+    assert result.exit_reason == "done", result.failure
+
+
+@pytest.mark.timeout(60)
 def test_unused_parameters_count_as_zero(tmp_path: Path) -> None:
     """With the option a parameter that one rank does not use gets the gradient of the others."""
     model = {"model": f"{MODELS}:UnusedOnRank1", "vocab_size": 256, "adam_eps": 1e-6}
@@ -173,7 +212,12 @@ def test_skipped_updates_leave_nothing_behind(mode: str, tmp_path: Path) -> None
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "settings", [options(), options(reshard_after_forward=False), {"strategy": "fsdp1", "nproc": 2}]
+    "settings",
+    [
+        options(),
+        pytest.param(options(reshard_after_forward=False), marks=pytest.mark.slow),
+        pytest.param({"strategy": "fsdp1", "nproc": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_evaluation_changes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     """Its loss is that of `single`; training goes on as without it, and is saved and resumed as without it."""
