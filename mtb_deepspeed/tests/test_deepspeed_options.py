@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from click.testing import CliRunner
 
 from mtb_core import ConfigError, TrainConfig, World, load_reference, parse_options
-from mtb_deepspeed.options import DeepSpeedOptions, settled
+from mtb_deepspeed.options import DeepSpeedOptions, complete, settled
 from mtb_deepspeed.plugin import mtb_commands, mtb_doctor_checks, mtb_strategies, plan
 
 
@@ -81,10 +82,46 @@ def test_a_file_says_the_same_as_options(tmp_path: Path) -> None:
             "max_live_parameters": 100,
             "offload_optimizer": "cpu",
             "grad_accum_dtype": "bf16",
-            "config": str(tmp_path / "ds.json"),
+            "config_digest": given.config_digest,
         }
     )
     assert given == expected
+    assert given.config_digest
+
+
+def test_what_a_file_says_is_planned(tmp_path: Path) -> None:
+    """The plan holds the file's values and digest in its place, and is the same when planned with these alone."""
+    other = file(tmp_path, {"zero_optimization": {"stage": 3}})
+    first = plan(parsed({"config": other}), TrainConfig(), World(2, 2))
+    again = plan(first.options, TrainConfig(precision="bf16"), World(2, 2))
+    assert (first.options.stage, first.options.config) == (3, None)
+    assert again.options == first.options
+    changed = file(tmp_path, {"zero_optimization": {"stage": 3}, "bf16": "auto"})
+    assert plan(parsed({"config": changed}), TrainConfig(), World(2, 2)).options != first.options
+    with pytest.raises(ConfigError, match="config_digest="):
+        plan(parsed({"config": changed, "config_digest": first.options.config_digest}), TrainConfig(), World(2, 2))
+
+
+def test_what_is_recorded_serves_another_stage() -> None:
+    """Defaults that depend on the stage or the precision are not recorded as if they had been asked for."""
+    found = settled(parsed({"stage": 3}), TrainConfig(precision="bf16"))
+    assert (found.offload_optimizer, found.overlap_comm, found.grad_accum_dtype) == ("none", None, None)
+    assert settled(attrs.evolve(found, stage=0), TrainConfig()).stage == 0
+    whole = complete(found, TrainConfig(precision="bf16"))
+    assert (whole.overlap_comm, whole.grad_accum_dtype) == (True, "bf16")
+
+
+def test_no_offloading_can_be_asked_for(tmp_path: Path) -> None:
+    """`none` is a choice: alone it holds, in the file too, and against the other place it is refused, naming both."""
+    asked, silent = parsed({"offload_optimizer": "none"}), parsed({})
+    assert settled(asked, TrainConfig()) == settled(silent, TrainConfig())
+    says_none = file(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "none"}}})
+    assert settled(parsed({"config": says_none}), TrainConfig()).offload_optimizer == "none"
+    with pytest.raises(ConfigError, match=r"offload_optimizer=cpu.*offload_optimizer.device = 'none'"):
+        settled(parsed({"config": says_none, "offload_optimizer": "cpu"}), TrainConfig())
+    says_cpu = file(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    with pytest.raises(ConfigError, match=r"offload_optimizer=none.*offload_optimizer.device = 'cpu'"):
+        settled(parsed({"config": says_cpu, "offload_optimizer": "none"}), TrainConfig())
 
 
 @pytest.mark.parametrize(
@@ -107,9 +144,14 @@ def test_a_file_says_the_same_as_options(tmp_path: Path) -> None:
         ({}, {"zero_optimization": {"stage": "two"}}, ["stage", "whole number"]),
         ({}, '{"zero_optimization": {"stage": 1, "stage": 2}}', ["'stage' is there twice"]),
         ({}, "{", ["not valid JSON"]),
+        ({}, '{"zero_optimization": {"reduce_bucket_size": Infinity}}', ["not valid JSON", "Infinity is no number"]),
+        ({}, '{"zero_optimization": {"stage": NaN}}', ["not valid JSON", "NaN is no number"]),
+        ({}, '{"zero_optimization": {"reduce_bucket_size": 1e999}}', ["reduce_bucket_size", "whole number"]),
+        ({}, '{"a":' * 100_000 + "1" + "}" * 100_000, ["nested too deeply"]),
+        ({}, {"zero_optimization": {"reduce_bucket_size": 1e15}}, ["reduce_bucket_size", "from 2 to 2000000000"]),
         ({}, [1], ["must be a JSON object"]),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_what_a_file_must_not_say(options: dict[str, Any], content: Any, words: list[str], tmp_path: Path) -> None:
     """What is said twice, what the run decides and what is not supported is refused, naming both sides."""
@@ -129,7 +171,8 @@ def test_what_a_file_must_not_say(options: dict[str, Any], content: Any, words: 
         ({"stage": 1, "grad_accum_dtype": "fp32"}, {"precision": "bf16"}, "Use stage=2 or 3"),
         ({"grad_accum_dtype": "bf16"}, {}, "where parameters are fp32"),
         ({"allgather_bucket_size": 5}, {}, "must be even"),
-        ({"offload_optimizer": "nvme"}, {}, "valid: cpu"),
+        ({"offload_optimizer": "nvme"}, {}, "valid: none, cpu"),
+        ({"allgather_bucket_size": 10**12}, {}, "from 2 to 2000000000"),
         ({"stages": 1}, {}, "Did you mean 'stage'"),
         ({}, {"compile": True}, "--compile"),
         ({"config": "/nowhere/ds.json"}, {}, "No such file"),
