@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -174,6 +175,8 @@ def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for part in _fsdp_modules(core):
             part.set_force_sum_reduction_for_comms(True)  # also what gloo can do
             part.set_gradient_divide_factor(1.0)
+        # It warns that an operation in place on the model's output would be wrong; nobody does one.
+        warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(core).__name__}\) returned a view")
         return core
     device = torch.device(job.ctx.device)
     module = DistributedDataParallel(
@@ -181,7 +184,7 @@ def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # `BufferSync` does, over all ranks
+        forward_sync_buffers=False,  # `BufferSync` does, over all ranks
     )
     _use_final_buckets(module)
     return module

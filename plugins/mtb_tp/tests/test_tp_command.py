@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from mtb_core.cli import main
+from mtb_tp.mistakes import MISTAKES
 
 
 def document(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
@@ -98,12 +100,25 @@ def test_every_mistake_is_seen(check: str, more: tuple[str, ...], capsys: pytest
 
 
 @pytest.mark.timeout(60)
-def test_an_unseen_mistake_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    """With a tolerance that lets everything through, the layers pass and the self-test does not: exit code 1."""
-    found = document(capsys, "mlp", "--self-test", "--atol", "1e9", code=1)
+def test_an_unseen_mistake_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a mistake changes nothing, the layers pass and the self-test does not: exit code 1."""
+    real = MISTAKES[0]
+    harmless = attrs.evolve(real, wrong=vars(real.owner)[real.name])
+    monkeypatch.setattr("mtb_tp.checking.MISTAKES", (harmless, *MISTAKES[1:]))  # ranks are forked
+    found = document(capsys, "check", "--self-test", code=1)
     assert all(case["status"] == "ok" for case in found["cases"])
-    assert {row["status"] for row in found["self_test"]} == {"failed"}
+    assert [row["status"] for row in found["self_test"]] == ["failed", "ok", "ok", "ok", "ok"]
     assert found["status"] == "failed"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "arguments", [("mlp", "--atol", "100"), ("sequence", "--dropout", "0.001")], ids=["tolerance", "dropout"]
+)
+def test_the_self_test_is_not_blinded(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """A tolerance or a dropout that hides mistakes in the layers does not hide them from the self-test."""
+    found = document(capsys, *arguments, "--self-test")
+    assert {row["status"] for row in found["self_test"]} == {"ok"}
 
 
 @pytest.mark.timeout(60)
@@ -134,6 +149,9 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (("check", "--tp", "1"), "x>=2"),
         (("mlp", "--dtype", "fp16"), "'fp32', 'bf16', 'fp64'"),
         (("sequence", "--dropout", "1"), "0<=x<1"),
+        (("sequence", "--dropout", "nan"), "nan is not a finite number"),
+        (("check", "--atol", "nan"), "nan is not a finite number"),
+        (("mlp", "--atol", "inf"), "inf is not a finite number"),
         (("check", "--in-features", "0"), "x>=1"),
         (("mlp", "--tp", "4", "--hidden-features", "3"), "at least 4"),
         (("check", "--output", "."), "is a folder"),

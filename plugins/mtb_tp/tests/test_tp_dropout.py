@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from tp_states import TINY, trained, whole
 
-from mtb_core import Job, Prepared, TrainConfig, hookimpl, run
+from mtb_core import Job, Prepared, RankContext, TrainConfig, hookimpl, run, run_ranks
+from mtb_tp.dropout import share_dropout
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "2x1": (2, {}),
+    "1x2": (2, {"tp": 1}),
     "2x2": (4, {"tp": 2}),
     "2x2-fsdp": (4, {"tp": 2, "data_parallel": "fsdp"}),
     "2x1-sequence": (2, {"sequence_parallel": True, "vocab_parallel_loss": True}),
@@ -95,3 +99,28 @@ def test_replicas_stay_equal_and_checkpointing_changes_nothing(case: str, tmp_pa
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
     assert again[0].losses == plain[0].losses
+
+
+def _called(_payload: Any, ctx: RankContext, _worker: Any) -> bool:
+    """One dropout module in two places, made shared, recomputed, in place; whether all masks are as they should be."""
+    assert ctx.mesh is not None
+    drop = nn.Dropout(0.5)
+    model = nn.ModuleDict({"first": drop, "second": drop, "third": nn.Dropout(0.5, inplace=True)})
+    shared = share_dropout(model, dict.fromkeys(model, "dropout"), ctx.mesh.get_group(), ctx.device)
+    shared.renew()
+    x = torch.ones(64, 64, requires_grad=True)
+    first, second = checkpoint(model["first"], x, use_reentrant=False), model["second"](x)
+    first.sum().backward()
+    given = torch.ones(64, 64)
+    same = model["third"](given)
+    assert x.grad is not None
+    apart = independent(first.detach() == 0, second.detach() == 0)
+    return apart and torch.equal(x.grad, first.detach()) and same is given and bool((given == 0).any())
+
+
+@pytest.mark.timeout(60)
+def test_one_dropout_in_several_places() -> None:
+    """It drops other elements in each place; when it is recomputed, the same ones; in place where it was made so."""
+    outcome = run_ranks(_called, nproc=2, device="cpu")
+    assert outcome.exit_reason == "done", outcome.failure
+    assert outcome.value is True

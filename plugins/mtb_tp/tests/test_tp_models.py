@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+import torch
+import torch.distributed as dist
+import tp_models
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils.parametrizations import weight_norm
 from tp_states import trained, whole
 
-from mtb_core import ConfigError, Layout, TrainConfig, World, load_reference, run
+from mtb_core import ConfigError, Layout, ModelSpec, RunFailed, TrainConfig, World, load_reference, run
 from mtb_tp.plugin import TPOptions, degrees, mtb_commands, mtb_strategies, plan
+from mtb_tp.sharding import parallelize, roles_of
+from mtb_tp.vocab import check_words
 
 MODELS = Path(__file__).parent / "tp_models.py"
 
@@ -39,17 +48,89 @@ def test_biases_frozen_layers_and_own_initialisation(options: dict[str, Any], tm
     assert seen[0].losses == pytest.approx(expected[0].losses, rel=1e-5)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("factory", "options", "text"),
     [
         ("no_plan", {}, "no tensor_parallel with roles 'colwise' and 'rowwise'"),
         ("no_stem", {"sequence_parallel": True}, "no module the role 'stem'"),
         ("no_stem", {"vocab_parallel_loss": True}, "no module the role 'head'"),
-        ("odd", {}, "9 outputs of 'blocks.0.up' cannot be shared by tp=2 ranks; valid: 1, 3, 9"),
         ("own_loss", {"vocab_parallel_loss": True}, "brings a loss of its own"),
+    ],
+)
+def test_plans_that_lack_what_an_option_needs_are_refused(factory: str, options: dict[str, Any], text: str) -> None:
+    """The message says what is missing."""
+    made = getattr(tp_models, factory)(TrainConfig())
+    spec = made if isinstance(made, ModelSpec) else ModelSpec(build=lambda: made)
+    with pytest.raises(ConfigError, match=text):
+        roles_of(spec.build(), spec, TPOptions(**options))
+
+
+class _Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 10
+
+
+def _patched() -> nn.Linear:
+    layer = nn.Linear(12, 20)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("place", "make", "text"),
+    [
+        ("blocks.0.up", lambda: _Scaled(12, 20), "'colwise' to 'blocks.0.up', which is _Scaled and has a forward"),
+        ("blocks.1.down", _patched, "'rowwise' to 'blocks.1.down', which is Linear and has a forward"),
+        ("head", lambda: weight_norm(nn.Linear(12, 64)), "'head' to 'head', which is ParametrizedLinear and has"),
+        ("words", lambda: nn.Embedding(64, 12, max_norm=0.1), "an embedding with max_norm, .* to 'words'"),
+        ("words", lambda: nn.Embedding(64, 12, scale_grad_by_freq=True), "with scale_grad_by_freq, .* to 'words'"),
+        ("words", lambda: nn.Embedding(64, 12, sparse=True), "with sparse, .* to 'words'"),
+        ("words", lambda: nn.Embedding(64, 12, padding_idx=0), "with padding_idx, .* to 'words'"),
+    ],
+)
+def test_layers_of_their_own_kind_are_refused(place: str, make: Callable[[], nn.Module], text: str) -> None:
+    """What a layer does besides the product or look-up would be lost when it is split; the message names it."""
+    spec, options = tp_models.biased(TrainConfig()), TPOptions(vocab_parallel_loss=True)
+    model = spec.build()
+    model.set_submodule(place, make())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(ConfigError, match=text):
+            parallelize(model, mesh, roles_of(model, spec, options), spec.blocks, options)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("words", [torch.tensor([3, 64]), torch.tensor([-1])])
+def test_words_outside_of_the_vocabulary_are_refused(words: torch.Tensor) -> None:
+    """No rank has them, so each would take them for another's; -100 is a target that does not count, but no token."""
+    for what in ("tokens", "targets"):
+        with pytest.raises(RunFailed, match=rf"saw the {what} .* outside of range\(64\)"):
+            check_words(words, 64, what)
+    check_words(torch.tensor([0, 63, -100]), 64, "targets")
+    with pytest.raises(RunFailed):
+        check_words(torch.tensor([-100]), 64, "tokens")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("factory", "options", "text"),
+    [
+        ("odd", {}, "9 outputs of 'blocks.0.up' cannot be shared by tp=2 ranks; valid: 1, 3, 9"),
         ("not_linear", {}, "'blocks.0.up', which is Sequential"),
         ("careless", {}, "Dropout on activations that ranks share must be an nn.Dropout with the role 'dropout'"),
+        ("hidden", {}, "different gradients of it"),
+        ("uneven", {}, "'extra.weight' in common, but in forward rank 1 of the group used it and rank 0 did not"),
+        ("uneven_norm", {"sequence_parallel": True}, "'extra.norm.weight' in common, but in forward rank 1"),
+        ("alpha_dropout", {}, "'blocks.0.drop', which is AlphaDropout and drops in its own way"),
+        ("dropout_twice", {}, "The dropout 'blocks.0.drop' was called twice in one forward"),
+        ("few_words", {"vocab_parallel_loss": True}, "'words' has 32 words, but the vocabulary of the data has 64"),
+        (
+            "scalar",
+            {"tp": 1, "data_parallel": "fsdp"},
+            "cannot shard parameters without dimensions; the model has factor",
+        ),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(
@@ -64,6 +145,8 @@ def test_models_that_cannot_be_split_are_refused(
         vocab_size=64,
         seq_length=8,
         device="cpu",
+        warmup_steps=0,
+        steps=3,
         run_dir=str(tmp_path / "run"),
     )
     result = run(config, quiet=True)

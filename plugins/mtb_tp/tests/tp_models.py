@@ -92,3 +92,162 @@ class Careless(Net):
 
 def careless(config: TrainConfig) -> ModelSpec:
     return _spec(Careless, ROLES)
+
+
+class HiddenBlock(Block):
+    """`Careless`, but at first nothing in front of `down`, which begins as zeros, has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+        self.down.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.5)
+
+
+class Hidden(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HiddenBlock() for _ in range(2))
+
+
+def hidden(config: TrainConfig) -> ModelSpec:
+    return _spec(Hidden, ROLES)
+
+
+class Late(Net):
+    """Ranks come to different values of what they share, though their gradients agree: it shows in values alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += self.training
+        if self.training and self.calls == 3:
+            with torch.no_grad():
+                self.stem.weight.add_(0.01 * torch.distributed.get_rank())
+        return super().forward(tokens)
+
+
+def late(config: TrainConfig) -> ModelSpec:
+    return _spec(Late, ROLES)
+
+
+class Uneven(Net):
+    """Rank 1 alone uses a parameter that ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.stem(self.words(tokens))
+        if torch.distributed.get_rank() == 1:
+            x = x + self.extra(x)
+        return self.head(self.norm(x))
+
+
+def uneven(config: TrainConfig) -> ModelSpec:
+    return _spec(Uneven, ROLES)
+
+
+class UnevenNorm(Net):
+    """Rank 1 alone uses a norm, whose gradient sequence parallelism sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.ModuleDict({"norm": nn.LayerNorm(WIDTH)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens)
+        if torch.distributed.get_rank() == 1:
+            out = out + 0 * (self.extra["norm"].weight.sum() + self.extra["norm"].bias.sum())
+        return out
+
+
+def uneven_norm(config: TrainConfig) -> ModelSpec:
+    return _spec(UnevenNorm, ROLES)
+
+
+class Dropping(Net):
+    """Each block calls its dropout twice."""
+
+    def __init__(self, kind: type[nn.Module] = nn.Dropout) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.drop = kind(0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.stem(self.words(tokens))
+        for block in self.blocks:
+            x = block.drop(block.drop(block(x)))
+        return self.head(self.norm(x))
+
+
+def dropout_twice(config: TrainConfig) -> ModelSpec:
+    return _spec(Dropping, {**ROLES, "drop": "dropout"})
+
+
+def alpha_dropout(config: TrainConfig) -> ModelSpec:
+    return _spec(lambda: Dropping(nn.AlphaDropout), {**ROLES, "drop": "dropout"})
+
+
+class NormFirst(Net):
+    """The norm before the output layer is defined before all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.blocks
+        del self.blocks
+        self.blocks = blocks
+
+
+def norm_first(config: TrainConfig) -> ModelSpec:
+    return _spec(NormFirst, ROLES)
+
+
+class Average(Net):
+    """A buffer follows the activations of this rank's samples, and the loss follows the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.stem(self.words(tokens))
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(x.detach().mean((0, 1)), alpha=0.5)
+        x = x - 3 * self.mean
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def average(config: TrainConfig) -> ModelSpec:
+    return _spec(Average, ROLES)
+
+
+class Scalar(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.0))
+
+
+def scalar(config: TrainConfig) -> ModelSpec:
+    return _spec(Scalar, ROLES)
+
+
+class FewWords(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS // 2, WIDTH)
+
+
+def few_words(config: TrainConfig) -> ModelSpec:
+    import attrs
+
+    return attrs.evolve(_spec(FewWords, ROLES), vocab_size=None)
