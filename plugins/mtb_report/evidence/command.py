@@ -48,13 +48,18 @@ def manifest(folder: str, output: str | None, one_batch: bool, as_json: bool, de
     from .manifest import make_manifest  # noqa: PLC0415
 
     place = _folder(folder)
+    target = Path(output) if output is not None else place / FILE
+    _refuse_to_replace(target)
     found = find_records([place])
     # A manifest of an earlier call is no result.
     kept = [record for record in found.records if record.kind != "evidence_manifest"]
     document = make_manifest(place, type(found)(kept, found.unreadable), sys.argv)
     if not document["results"] and not document["unreadable"]:
         raise ConfigError(f"{place} holds no results.")
-    write_json(output or place / FILE, document)
+    try:
+        write_json(target, document)
+    except OSError as error:
+        raise ConfigError(f"The manifest cannot be written to {target}: {error.strerror}.") from error
     if as_json:
         click.echo(dumps(document, indent=2))
     else:
@@ -68,6 +73,29 @@ def manifest(folder: str, output: str | None, one_batch: bool, as_json: bool, de
             "manifest lists them apart."
         )
     return 0
+
+
+def _refuse_to_replace(file: Path) -> None:
+    """A manifest takes the place of an earlier manifest, and of nothing else."""
+    if file.is_dir():
+        raise ConfigError(f"The manifest cannot be written to {file}, which is a folder; name a file with --output.")
+    if file.is_file() and not _is_manifest(_read_json(file)):
+        raise ConfigError(
+            f"{file} exists and is no manifest, so it is not replaced; name another file with --output, and the same "
+            "one with `mtb evidence verify --manifest`."
+        )
+
+
+def _read_json(file: Path) -> Any:
+    """What a JSON file holds; None where it cannot be read."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _is_manifest(document: Any) -> bool:
+    return isinstance(document, dict) and document.get("benchmark") == "evidence_manifest"
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -98,19 +126,22 @@ def _show(document: dict[str, Any]) -> None:
 @_JSON
 @_DEBUG
 def verify(folder: str, file: str | None, as_json: bool, debug: bool) -> int:  # noqa: ARG001
-    """Check that the results in DIR are those of its manifest, byte by byte."""
+    """Check that the results in DIR are those of its manifest, byte by byte, and no others."""
     from mtb_core import dumps  # noqa: PLC0415
 
-    from .manifest import check_manifest  # noqa: PLC0415
+    from .manifest import check_manifest, shape_error  # noqa: PLC0415
 
     place = _folder(folder)
     path = Path(file) if file is not None else place / FILE
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. `mtb evidence manifest` writes it.") from error
-    if not isinstance(document, dict) or document.get("benchmark") != "evidence_manifest":
+    if not _is_manifest(document):
         raise ConfigError(f"{path} is no manifest; `mtb evidence manifest` writes one.")
+    broken = shape_error(document)
+    if broken is not None:
+        raise ConfigError(f"{path} is a broken manifest: {broken}. Make it anew with `mtb evidence manifest`.")
     wrong = check_manifest(place, document)
     if as_json:
         click.echo(dumps({"results": len(document["results"]), "wrong": wrong}, indent=2))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from mtb_core import provenance, redact
-from mtb_report.results import Found, Record
+from mtb_report.results import Found, Record, find_records
 
 SCHEMA_VERSION = 1
 
@@ -72,10 +72,27 @@ def _entry(folder: Path, record: Record) -> dict[str, Any]:
     }
 
 
+def shape_error(manifest: Mapping[str, Any]) -> str | None:
+    """What makes a document that says that it is a manifest none that can be checked; None where nothing does."""
+    results = manifest.get("results")
+    if not isinstance(results, list):
+        return f"results is {results!r}, but must be a list"
+    for number, entry in enumerate(results):
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("path", "sha256")):
+            return f"results[{number}] must be a table with the texts path and sha256"
+        path = PurePath(entry["path"])
+        if path.is_absolute() or ".." in path.parts or "\0" in entry["path"]:
+            return f"results[{number}] has the path {entry['path']!r}, which is not below the folder"
+    return None
+
+
 def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """What is no longer as `manifest` says, in words."""
+    """What is no longer as `manifest` says, in words: changed, removed and added results.
+
+    `manifest` has no `shape_error`.
+    """
     wrong = []
-    for entry in manifest.get("results", ()):
+    for entry in manifest["results"]:
         try:
             digest = hashlib.sha256((folder / entry["path"]).read_bytes()).hexdigest()
         except OSError as error:
@@ -83,6 +100,11 @@ def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
             continue
         if digest != entry["sha256"]:
             wrong.append(f"{entry['path']} was changed")
+    listed = {entry["path"] for entry in manifest["results"]}
+    for record in find_records([folder]).records:
+        path = _relative(folder, record.path)
+        if path not in listed and record.kind != "evidence_manifest":
+            wrong.append(f"{path} was added")
     return wrong
 
 

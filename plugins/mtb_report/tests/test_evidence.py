@@ -117,6 +117,42 @@ def test_changes_are_found(tmp_path: Path) -> None:
     assert "b.json cannot be read" in str(done.exception)
 
 
+@pytest.mark.parametrize("words", [(), ("--output", "result.json")])
+def test_a_manifest_replaces_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    """A result where the manifest would be written is left as it is, and the command says what to do."""
+    monkeypatch.chdir(tmp_path)
+    files = [write(tmp_path / "manifest.json"), write(tmp_path / "result.json")]
+    before = [file.read_bytes() for file in files]
+    done = invoke("manifest", ".", *words)
+    assert isinstance(done.exception, ConfigError)
+    assert "--output" in str(done.exception)
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_added_results_are_named(tmp_path: Path) -> None:
+    """A result that the manifest does not list is no part of what it stands for."""
+    write(tmp_path / "a.json")
+    manifest(tmp_path)
+    write(tmp_path / "late" / "result.json")
+    done = invoke("verify", str(tmp_path))
+    assert isinstance(done.exception, CheckFailed)
+    assert "late/result.json was added" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    "results",
+    [None, 3, {"a": 1}, ["a.json"], [{"path": "a.json"}], [{"path": 1, "sha256": "x"}],
+     [{"path": "../a.json", "sha256": "x"}], [{"path": "/a.json", "sha256": "x"}]],
+)  # fmt: skip
+def test_a_broken_manifest_is_refused(tmp_path: Path, results: Any) -> None:
+    """In words, not by a traceback, and nothing outside the folder is read."""
+    write(tmp_path / "a.json")
+    (tmp_path / "manifest.json").write_text(json.dumps({"benchmark": "evidence_manifest", "results": results}))
+    done = invoke("verify", str(tmp_path))
+    assert isinstance(done.exception, ConfigError)
+    assert "broken manifest" in str(done.exception)
+
+
 def test_audit(tmp_path: Path) -> None:
     """A clean folder passes; a home folder in a log fails, named by file and kind but not repeated."""
     write(tmp_path / "a.json")
