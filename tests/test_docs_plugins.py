@@ -32,7 +32,13 @@ def site(tmp_path: Path) -> Path:
 
 def mtb(site: Path, *arguments: str) -> str:
     """Standard output of a command that must succeed."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "MTB_STRICT_PLUGINS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(site),
+        "OMP_NUM_THREADS": "1",
+        "MTB_STRICT_PLUGINS": "1",
+        "XDG_CACHE_HOME": str(site),
+    }
     command = [sys.executable, "-m", "mtb_core", *arguments]
     done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -55,3 +61,12 @@ def test_the_plugin_of_the_page(site: Path) -> None:
     steps, micro_batches = 4, 2
     for rank in range(2):
         assert (site / "both" / f"backward_{rank}.txt").read_text() == str(steps * micro_batches)
+
+
+@pytest.mark.timeout(300)
+def test_the_plugin_of_the_page_conforms(site: Path) -> None:
+    """The kit has nothing to say against it; here of parity, the sync context and models, on two ranks."""
+    chosen = [word for group in ("parity", "sync", "models", "discovery") for word in ("--only", group)]
+    document = json.loads(mtb(site, "plugins", "check", "sumall", "--nproc", "2", "--quiet", "--json", *chosen))
+    assert document["failed"] == 0
+    assert document["passed"] > 30

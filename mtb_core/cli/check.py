@@ -64,8 +64,9 @@ def check(
     if last_failed:
         failed = set(_remembered(memory))
         if not failed:
-            click.echo("Nothing failed the last time, or there was none: running all checks.", err=True)
-        chosen = [case for case in chosen if not failed or case.name in failed]
+            click.echo(f"Nothing of strategy '{name}' with these options failed the last time.", err=True)
+            return EXIT_OK
+        chosen = [case for case in chosen if case.name in failed]
     if list_only:
         for case in chosen:
             click.echo(f"{case.name:34} {case.check.title}")

@@ -88,7 +88,7 @@ def rows_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _strategy(values: Mapping[str, Any]) -> str:
     options = values.get("strategy_options") or {}
-    shown = ", ".join(f"{key}={_option(value)}" for key, value in options.items())
+    shown = ", ".join(f"{key}={_option(value)}" for key, value in options.items() if value is not None)
     return f"{values.get('strategy', '?')}{f' ({shown})' if shown else ''}"
 
 

@@ -174,7 +174,7 @@ def trial_row(records: Sequence[StepRecord], reports: Sequence[RankReport]) -> d
     seconds = sum(step[0] for step in slowest) / 1e3
     tokens = sum(records[i].valid_tokens for i in measured)
     row["tokens_per_sec"] = tokens / seconds if seconds else None
-    row["max_memory_mib"] = max((report.memory_mib for report in reports), default=None)
+    row["max_memory_mib"] = max((report.memory_mib for report in reports), default=None) if records else None
     norms = [records[i].grad_norm for i in measured]
     row["loss"] = records[-1].loss if records else None
     row["loss_first"] = records[0].loss if records else None

@@ -104,7 +104,6 @@ def test_a_debugger_opens_in_a_rank():
     assert process.wait(timeout=10) == 0, seen
     os.close(parent)
     assert b"about to call the strategy's prepare(job)" in seen
-    assert b"1 checks" not in seen
     assert asked >= 1
 
 
