@@ -65,7 +65,7 @@ class DeepSpeedOptions:
         None, help="Stage 3: parameters of up to this many elements stay gathered.", minimum=0
     )
     max_live_parameters: int | None = option(
-        None, help="Stage 3: most elements of parameters that are gathered at a time.", minimum=0
+        None, help="Stage 3: gather nothing ahead while this many elements of parameters are gathered.", minimum=0
     )
     max_reuse_distance: int | None = option(
         None, help="Stage 3: keep a parameter gathered if it is used again within this many elements.", minimum=0

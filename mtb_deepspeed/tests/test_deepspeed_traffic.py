@@ -74,6 +74,27 @@ def test_bytes_of_stage_3(precision: str, size: int, tmp_path: Path) -> None:
     assert sent.get("all_reduce", 0) < 100  # DeepSpeed's own norm
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("options", "gathers"),
+    [
+        ({}, 1),  # all parameters are small, and stay gathered till they are updated
+        ({"param_persistence_threshold": 0}, 2),
+        ({"param_persistence_threshold": 0, "max_reuse_distance": 0}, 2),
+        ({"param_persistence_threshold": 0, "prefetch_bucket_size": 0}, 2),
+        ({"param_persistence_threshold": 0, "max_reuse_distance": 0, "max_live_parameters": 0}, 4),
+        ({"param_persistence_threshold": 0, "max_reuse_distance": 0, "prefetch_bucket_size": 0}, 4),
+    ],
+    ids=str,
+)
+def test_what_saves_gathering(options: dict[str, int], gathers: int, tmp_path: Path) -> None:
+    """In a step of two micro-batches weights are gathered four times, twice or once, by what keeps them."""
+    result = trained(tmp_path, strategy_opt={"stage": 3, **options}, grad_accum_steps=2)
+    sent = result.comm_bytes_per_step or {}
+    assert sent["all_gather"] == pytest.approx(gathers * 4 * result.parameters, rel=2e-2)
+
+
 class Allocations(TorchDispatchMode):
     """Bytes of all storages that operators make inside, whether they are freed again or not."""
 
