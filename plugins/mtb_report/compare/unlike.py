@@ -18,11 +18,12 @@ PLACE = "place"
 #: What was to be compared, as a rule.
 SETTING = "setting"
 
-_WORK = (
+#: What decides how much work of which kind a run does; `mtb report` uses the same lists.
+WORK_KEYS = (
     "benchmark", "model", "parameters", "seq_length", "vocab_size", "d_model", "n_heads", "n_layers", "qk_norm",
     "tie_embeddings", "data", "global_batch_size", "optimizer",
 )  # fmt: skip
-_NUMERICS = ("precision", "reduce_dtype", "compile", "dropout")
+NUMERICS_KEYS = ("precision", "reduce_dtype", "compile", "dropout")
 _SETTINGS = (
     "strategy", "strategy_options", "world_size", "batch_size_per_rank", "gradient_accumulation_steps",
     "resolved_gradient_sync_mode", "activation_checkpointing", "steps", "warmup_steps", "max_grad_norm", "seed",
@@ -61,7 +62,7 @@ class Difference:
 def differences(a: Record, b: Record) -> list[Difference]:
     """Every difference of two results that bears on a comparison; what both do not say is none."""
     out: list[Difference] = []
-    groups = ((WORK, _WORK), (NUMERICS, _NUMERICS), (PLACE, _DEVICE), (SETTING, _SETTINGS))
+    groups = ((WORK, WORK_KEYS), (NUMERICS, NUMERICS_KEYS), (PLACE, _DEVICE), (SETTING, _SETTINGS))
     for group, names in groups:
         for name in names:
             out += _unlike(group, name, _value(a, name), _value(b, name))

@@ -5,8 +5,9 @@ Definitions, with T the time of a step and n the number of ranks:
 - strong scaling, where the global batch of the run on one rank and of that on n is the same: T1 / (n · Tn);
 - weak scaling, where the batch of each rank is the same: (throughput_n / n) / throughput_1.
 
-A run is related to another only if both did the same work (`work_of`) and neither is known to be an invalid
-measurement. Where several would do, the closest one is taken: the same folder first, then the same number of steps.
+A run is related to another only if both did the same work (`work_of`), both succeeded, and neither is known to be an
+invalid measurement. Where several would do, the closest one is taken: the same folder first, then the same number of
+steps.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typing import Any, Literal
 
 import attrs
 
+from mtb_report.compare.unlike import NUMERICS_KEYS, WORK_KEYS
 from mtb_report.results import Record
 
-_SIZES = ("seq_length", "vocab_size", "d_model", "n_heads", "n_layers")
+#: Scaling has rules of its own for the batch; the kind of a record is looked at before.
+_WORK = tuple(name for name in (*WORK_KEYS, *NUMERICS_KEYS) if name not in ("benchmark", "global_batch_size"))
 
 
 @attrs.frozen
@@ -51,16 +54,35 @@ def setting(record: Record, name: str) -> Any:
 
 
 def work_of(record: Record) -> tuple[Any, ...]:
-    """What was computed, on what: equal for runs whose times may be set against each other. Ranks and batch left out."""
+    """What was computed, on what, by what: equal for runs whose times may be set against each other.
+
+    The number of ranks and the batch are left out. Threads are part of it where they do the work, on a CPU.
+    """
+    return (*_work_of_any_threads(record), _threads(record))
+
+
+def _work_of_any_threads(record: Record) -> tuple[Any, ...]:
     return (
-        record.get("parameters"),
-        *(setting(record, name) for name in _SIZES),
-        record.get("precision"),
-        record.get("reduce_dtype"),
+        record.kind,
+        *(_hashable(_said(record, name)) for name in _WORK),
         record.get("device"),
         record.get("device_name") or record.environment.get("cpu_model"),
         record.get("activation_checkpointing"),
+        record.environment.get("torch"),
     )
+
+
+def _threads(record: Record) -> Any:
+    return record.environment.get("torch_threads") if record.get("device") == "cpu" else None
+
+
+def _said(record: Record, name: str) -> Any:
+    value = record.get(name)
+    return setting(record, name) if value is None else value
+
+
+def _hashable(value: Any) -> Any:
+    return repr(value) if isinstance(value, list | dict) else value
 
 
 def scheme_of(record: Record) -> tuple[Any, ...]:
@@ -86,14 +108,18 @@ def efficiency(record: Record, records: Sequence[Record]) -> Efficiency:
     ranks, time, rate = record.get("world_size"), record.get("step_time_ms"), record.get("tokens_per_sec")
     if not ranks or not time or not rate:
         return Efficiency(None, reason="unknown")
-    alike = [r for r in records if r.get("world_size") == 1 and work_of(r) == work_of(record)]
-    bases = [r for r in alike if scheme_of(r) == scheme_of(record)]
-    bases = bases or [r for r in alike if r.get("strategy") == "single"]
+    if not _succeeded(record):
+        return Efficiency(None, reason=f"run: {record.status}")
+    ones = [r for r in records if r.get("world_size") == 1]
+    bases = _like(record, [r for r in ones if work_of(r) == work_of(record)])
     if ranks == 1 and record in bases:
         return Efficiency(1.0, base=record)
-    base = _closest(record, bases)
+    base = min(bases, key=lambda r: (_unfit(r), _far(record, r)), default=None)
     if base is None:
-        return Efficiency(None, reason="no 1-rank run")
+        others = [r for r in ones if _work_of_any_threads(r) == _work_of_any_threads(record)]
+        return Efficiency(None, reason="1-rank run has other threads" if _like(record, others) else "no 1-rank run")
+    if not _succeeded(base):
+        return Efficiency(None, reason=f"1-rank run: {base.status}")
     if base.performance_valid is False:
         return Efficiency(None, reason="1-rank run not valid")
     base_time, base_rate = base.get("step_time_ms"), base.get("tokens_per_sec")
@@ -106,8 +132,17 @@ def efficiency(record: Record, records: Sequence[Record]) -> Efficiency:
     return Efficiency(None, reason="other batch at 1 rank")
 
 
+def _like(record: Record, alone: Sequence[Record]) -> list[Record]:
+    """Of runs on one rank, those of the record's strategy; where there are none, those of `single`."""
+    same = [r for r in alone if scheme_of(r) == scheme_of(record)]
+    return same or [r for r in alone if r.get("strategy") == "single"]
+
+
 def against_ddp(record: Record, records: Sequence[Record]) -> AgainstDdp:
-    """`record` against the DDP run of the same work, batch and number of ranks."""
+    """`record` against the DDP run of the same work, batch and number of ranks.
+
+    Memory is set against DDP's only where both mean the same by it, and each rank had as many sequences at a time.
+    """
     bases = [
         r
         for r in records
@@ -116,32 +151,46 @@ def against_ddp(record: Record, records: Sequence[Record]) -> AgainstDdp:
         and work_of(r) == work_of(record)
         and r.get("global_batch_size") == record.get("global_batch_size")
     ]
-    base = _closest(record, bases)
+    base = min(bases, key=lambda r: (_unfit(r), bool(_unlike_memory(record, r)), _far(record, r)), default=None)
     if base is None:
         return AgainstDdp(None, reason="no DDP run")
+    if not _succeeded(record):
+        return AgainstDdp(None, reason=f"run: {record.status}")
+    if not _succeeded(base):
+        return AgainstDdp(None, reason=f"DDP run: {base.status}")
     if base.performance_valid is False:
         return AgainstDdp(None, reason="DDP run not valid")
-    if base.status not in (None, "success"):
-        return AgainstDdp(None, reason=f"DDP run: {base.status}")
-    same_kind = record.get("memory_kind") == base.get("memory_kind")
-    saving = _ratio(record, base, "max_memory_mib") if same_kind else None
+    unlike = _unlike_memory(record, base)
+    saving = None if unlike else _ratio(record, base, "max_memory_mib")
     longer = _ratio(record, base, "step_time_ms")
     return AgainstDdp(
         base,
         None if saving is None else 1 - saving,
         None if longer is None else longer - 1,
+        unlike,
     )
 
 
-def _closest(record: Record, candidates: Sequence[Record]) -> Record | None:
-    def distance(other: Record) -> tuple[bool, ...]:
-        return (
-            other.performance_valid is False,
-            batch_folder(other) != batch_folder(record),
-            other.get("steps") != record.get("steps"),
-        )
+def _unlike_memory(record: Record, base: Record) -> str:
+    """Why the memory of both says nothing about each other; empty where it does."""
+    if record.get("memory_kind") != base.get("memory_kind"):
+        return "memory of another kind"
+    if _said(record, "batch_size_per_rank") != _said(base, "batch_size_per_rank"):
+        return "other batch per rank"
+    return ""
 
-    return min(candidates, key=distance, default=None)
+
+def _succeeded(record: Record) -> bool:
+    """Whether nothing is known of a failure: older files do not always say."""
+    return record.status in (None, "success")
+
+
+def _unfit(other: Record) -> tuple[bool, ...]:
+    return not _succeeded(other), other.performance_valid is False
+
+
+def _far(record: Record, other: Record) -> tuple[bool, ...]:
+    return batch_folder(other) != batch_folder(record), other.get("steps") != record.get("steps")
 
 
 def _batch_of_a_rank(record: Record) -> float | None:

@@ -11,6 +11,12 @@ from mtb_report.report.naming import named
 from mtb_report.report.scaling import against_ddp, efficiency
 from mtb_report.results import Record, record_of
 
+#: Settings that make the same model other work.
+OTHER_SETTINGS = {
+    "optimizer": "sgd", "compile": True, "dropout": 0.5, "data": "bytes", "tie_embeddings": True, "qk_norm": True,
+    "model": "mine:Net",
+}  # fmt: skip
+
 
 def run(ranks: int, time: float | None, batch: int, path: str = "set/{}", **more: Any) -> Record:
     values = {
@@ -65,6 +71,8 @@ def test_neither() -> None:
         {"device": "cpu"},
         {"device_name": "B"},
         {"activation_checkpointing": True},
+        *({"config": {"seq_length": 10, name: value}} for name, value in OTHER_SETTINGS.items()),
+        {"environment": {"torch": "2.12.0"}},
         {"strategy": "fsdp"},
         {"strategy_options": {"zero1": True}},
         {"gradient_sync_mode": "every"},
@@ -74,6 +82,25 @@ def test_a_run_of_other_work_is_no_base(other: dict[str, Any]) -> None:
     """What was computed, on what, and how it was spread must agree."""
     four = run(4, 40.0, 8)
     assert efficiency(four, [run(1, 100.0, 8, **other), four]).reason == "no 1-rank run"
+
+
+def test_threads_are_part_of_the_work_of_a_cpu() -> None:
+    """On a CPU a run with more threads is no base, and that is the reason; a GPU's work is not done by them."""
+    for device, reason in (("cpu", "1-rank run has other threads"), ("cuda", "")):
+        one = run(1, 100.0, 8, device=device, environment={"torch_threads": 2})
+        two = run(2, 60.0, 8, device=device, environment={"torch_threads": 1})
+        assert efficiency(two, [one, two]).reason == reason
+
+
+def test_a_run_that_failed_has_and_gives_no_efficiency() -> None:
+    """What did not succeed is no base, though its files hold a time; a run beside it that did is taken."""
+    bad, two = run(1, 3.0, 8, exit_reason="failed"), run(2, 60.0, 8)
+    assert efficiency(two, [bad, two]).reason == "1-rank run: failed"
+    assert efficiency(bad, [bad, two]).value is None
+    good = run(1, 100.0, 8, path="other/{}", exit_reason="done")
+    assert efficiency(two, [bad, good, two]).base is good
+    stopped = run(2, 60.0, 8, exit_reason="stopped")
+    assert efficiency(stopped, [good, stopped]).reason == "run: partial"
 
 
 def test_single_is_the_base_where_a_strategy_has_none() -> None:
@@ -124,11 +151,27 @@ def test_unlike_memory_is_not_compared() -> None:
     assert (found.memory_saving, found.step_difference) == (None, pytest.approx(0.2))
 
 
+def test_no_saving_between_unlike_runs() -> None:
+    """Other work has no saving; another batch at a time leaves the step, and not the memory, comparable."""
+    fsdp = run(2, 60.0, 8, strategy="fsdp", batch_size_per_rank=4)
+    for name, value in OTHER_SETTINGS.items():
+        other = run(2, 50.0, 8, batch_size_per_rank=4, config={"seq_length": 10, name: value})
+        assert against_ddp(fsdp, [other, fsdp]).reason == "no DDP run"
+    small = run(2, 50.0, 8, batch_size_per_rank=2)
+    found = against_ddp(fsdp, [small, fsdp])
+    assert (found.memory_saving, found.step_difference) == (None, pytest.approx(0.2))
+    assert found.reason == "other batch per rank"
+    alike = run(2, 50.0, 8, path="other/{}", batch_size_per_rank=4)
+    assert against_ddp(fsdp, [small, alike, fsdp]).base is alike
+
+
 def test_no_saving_against_a_run_that_failed() -> None:
     """A DDP run that was invalid or did not succeed is named as the reason."""
     fsdp = run(2, 60.0, 8, strategy="fsdp")
     assert against_ddp(fsdp, [run(2, 50.0, 8, performance_valid=False)]).reason == "DDP run not valid"
     assert against_ddp(fsdp, [run(2, 50.0, 8, exit_reason="failed")]).reason == "DDP run: failed"
+    bad = run(2, 60.0, 8, strategy="fsdp", exit_reason="failed")
+    assert against_ddp(bad, [run(2, 50.0, 8)]).reason == "run: failed"
 
 
 def test_names_are_unique_and_no_longer_than_needed() -> None:

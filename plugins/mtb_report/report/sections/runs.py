@@ -103,7 +103,7 @@ def sharding(rows: Sequence[Named]) -> Section | None:
 
 
 def _figure(record: Record, base: Record | None, value: float | None, form: str, reason: Cell) -> Cell:
-    return cells.measured(record, lambda: reason if base is None else cells.number(value, form))
+    return cells.measured(record, lambda: reason if base is None or value is None else cells.number(value, form))
 
 
 def state(rows: Sequence[Named]) -> Section | None:
