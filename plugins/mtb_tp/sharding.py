@@ -173,8 +173,8 @@ def _check_layer(name: str, role: str, module: nn.Module, tp: int) -> None:
             f"{which} and has a forward or a parametrization of its own. Put that into a module around the layer, or "
             "leave its role out."
         )
-    unsplittable = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False, "padding_idx": None}
-    used = [key for key, unset in unsplittable.items() if getattr(module, key, unset) is not unset]
+    unsplittable = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+    used = [key for key, unset in unsplittable.items() if getattr(module, key, unset) != unset]
     if used:
         raise ConfigError(
             f"strategy 'tp' cannot split an embedding with {', '.join(used)}, for each rank has some of the words only; "
@@ -229,7 +229,7 @@ def _wrapping(base: Any) -> type[nn.Module]:
 
     def embedding(self: Any, x: DTensor) -> Any:
         check_words(x.to_local(), self.num_embeddings, "tokens")
-        return F.embedding(x, _distributed(self, "weight"))
+        return F.embedding(x, _distributed(self, "weight"), self.padding_idx)
 
     if getattr(base, "_mtb_wrapping", False):
         return cast("type[nn.Module]", base)

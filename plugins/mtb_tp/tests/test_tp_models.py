@@ -85,7 +85,6 @@ def _patched() -> nn.Linear:
         ("words", lambda: nn.Embedding(64, 12, max_norm=0.1), "an embedding with max_norm, .* to 'words'"),
         ("words", lambda: nn.Embedding(64, 12, scale_grad_by_freq=True), "with scale_grad_by_freq, .* to 'words'"),
         ("words", lambda: nn.Embedding(64, 12, sparse=True), "with sparse, .* to 'words'"),
-        ("words", lambda: nn.Embedding(64, 12, padding_idx=0), "with padding_idx, .* to 'words'"),
     ],
 )
 def test_layers_of_their_own_kind_are_refused(place: str, make: Callable[[], nn.Module], text: str) -> None:
