@@ -112,14 +112,15 @@ def provenance(argv: Sequence[str], *, folder: str | Path | None = None) -> dict
     `folder` is a folder of the project that ran; by default the checkout that holds this package, else the working
     directory. ``git_dirty`` tells whether tracked files differ from the revision, ``git_diff_digest`` is the
     SHA-256 of that difference as ``git diff`` prints it. The revision may also be given by
-    ``MTB_GIT_REVISION``, for places without a checkout. A field that applies here but is not known is listed in
+    ``MTB_GIT_REVISION``, for places without a checkout; where that is the checkout's own, whole or shortened, what is
+    known of the checkout stays known, and of another revision ``git_dirty`` is None. A field that applies here but is not known is listed in
     ``missing_fields``; outside a container the image's fields do not apply.
     """
     given = os.environ.get("MTB_GIT_REVISION")
     found, dirty = _git(folder)
-    here = given in (None, "", found)
+    here = not given or (found is not None and same_revision(given, found))
     out: dict[str, Any] = {
-        "git_revision": given or found,
+        "git_revision": found if here else given,
         "git_dirty": dirty if here else None,
         "git_diff_digest": _diff_digest(folder) if dirty and here else None,
     }
@@ -127,14 +128,20 @@ def provenance(argv: Sequence[str], *, folder: str | Path | None = None) -> dict
         value = os.environ.get(variable)
         out[field] = redact(value) if value else None
     out["command"] = redact_command(argv)
-    needed = ["git_revision", "command"]
+    needed = ["git_revision", "git_dirty", "command"]
     if out["git_dirty"]:
         needed.append("git_diff_digest")
     if in_container():
         needed += _IMAGE_VARIABLES
-    out["missing_fields"] = [name for name in needed if not out[name]]
+    out["missing_fields"] = [name for name in needed if out[name] in (None, "")]
     out["complete"] = not out["missing_fields"]
     return out
+
+
+def same_revision(a: str, b: str) -> bool:
+    """Whether two texts name one revision: equal, or one the other's beginning of at least 7 digits (as git shortens)."""
+    short, long = sorted((a.strip().lower(), b.strip().lower()), key=len)
+    return short == long or (len(short) >= 7 and long.startswith(short))
 
 
 def in_container(environ: Mapping[str, str] = os.environ) -> bool:

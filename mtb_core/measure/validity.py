@@ -16,6 +16,7 @@ import attrs
 
 from mtb_core.ranks.worker import available_cores
 
+from .environment import same_revision
 from .machine import CPU, nvidia_smi, read
 
 #: Fewer measured steps of a trial than this say little.
@@ -205,9 +206,14 @@ def formal_obstacles(origin: Mapping[str, Any]) -> list[str]:
     revision, built = origin["git_revision"], origin["build_revision"]
     if revision is None:
         out.append("the revision of the code is not known; work in a git checkout or set MTB_GIT_REVISION")
+    elif origin["git_dirty"] is None:
+        out.append(
+            f"whether tracked files differ from {revision} is not known; work in a checkout of that revision, and set "
+            "MTB_GIT_REVISION to no other"
+        )
     if origin["git_dirty"]:
         out.append("tracked files differ from the revision; commit or undo the changes")
-    if built is not None and revision is not None and built != revision:
+    if built is not None and revision is not None and not same_revision(built, revision):
         out.append(f"the image was built from {built}, but the revision is {revision}; build it anew")
     load, cores = _load(), os.cpu_count() or 1
     if load is not None and load > BUSY_LOAD * cores:

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from mtb_core.measure import environment as module
-from mtb_core.measure.environment import environment, in_container, provenance, redact, redact_command
+from mtb_core.measure.environment import (
+    environment,
+    in_container,
+    provenance,
+    redact,
+    redact_command,
+    same_revision,
+)
 
 FIELDS = {
     "git_revision",
@@ -167,7 +174,7 @@ def test_without_a_checkout_the_revision_is_missing(outside: pytest.MonkeyPatch,
     outside.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     got = provenance(["mtb"], folder=tmp_path)
     assert (got["git_revision"], got["git_dirty"]) == (None, None)
-    assert got["missing_fields"] == ["git_revision"]
+    assert got["missing_fields"] == ["git_revision", "git_dirty"]
     assert got["complete"] is False
 
 
@@ -181,7 +188,27 @@ def test_revision_can_be_given(outside: pytest.MonkeyPatch, checkout: Path) -> N
     """MTB_GIT_REVISION wins; whether it is clean is known only where the checkout is at that revision."""
     outside.setenv("MTB_GIT_REVISION", "0123abc")
     got = provenance(["mtb"], folder=checkout)
-    assert (got["git_revision"], got["git_dirty"], got["complete"]) == ("0123abc", None, True)
+    assert (got["git_revision"], got["git_dirty"]) == ("0123abc", None)
+    assert got["missing_fields"] == ["git_dirty"]
+
+
+@pytest.mark.parametrize("digits", [7, 12, 40])
+def test_a_revision_that_is_given_hides_no_changes(outside: pytest.MonkeyPatch, checkout: Path, digits: int) -> None:
+    """MTB_GIT_REVISION that names HEAD, whole or shortened, leaves it known that files differ; the whole is recorded."""
+    head = provenance(["mtb"], folder=checkout)["git_revision"]
+    outside.setenv("MTB_GIT_REVISION", head[:digits])
+    assert provenance(["mtb"], folder=checkout)["git_dirty"] is False
+    (checkout / "train.py").write_text("changed\n")
+    got = provenance(["mtb"], folder=checkout)
+    assert (got["git_revision"], got["git_dirty"]) == (head, True)
+    assert got["git_diff_digest"] is not None
+
+
+def test_one_revision_has_several_names() -> None:
+    """A beginning of at least 7 digits is the same revision; a shorter or another one is not."""
+    assert same_revision("0123abcdef", "0123ABC")
+    assert not same_revision("0123abcdef", "0123ab")
+    assert not same_revision("0123abcdef", "0123abd")
 
 
 def test_in_a_container_the_images_fields_are_required(outside: pytest.MonkeyPatch, checkout: Path) -> None:

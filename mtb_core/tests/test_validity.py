@@ -164,6 +164,7 @@ def test_a_short_run_says_that_it_is_short(tmp_path: Any) -> None:
     [
         ({"git_revision": None, "git_dirty": None}, "revision of the code is not known"),
         ({"git_dirty": True}, "tracked files differ"),
+        ({"git_dirty": None}, "whether tracked files differ"),
         ({"build_revision": "def"}, "built from def"),
     ],
 )
@@ -175,6 +176,7 @@ def test_what_must_not_be_published(monkeypatch: pytest.MonkeyPatch, change: dic
     assert formal_obstacles(clean) == []
     (obstacle,) = formal_obstacles({**clean, **change})
     assert words in obstacle
+    assert formal_obstacles({**clean, "git_revision": "0123abcdef", "build_revision": "0123abc"}) == []
 
 
 def test_a_busy_machine_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
