@@ -75,7 +75,7 @@ def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
 
     formal = given["formal"]
     if formal:
-        check_formal(sys.argv)
+        check_formal(plan, folder, sys.argv)
     place = staging_folder(folder) if formal else folder
     with _locked(place), ending_on_request():
         document = run_sweep(
@@ -93,7 +93,7 @@ def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
     else:
         show(document, place)
     if formal:
-        publish(document, place, folder, sys.argv)
+        publish(plan, document, place, folder, sys.argv)
     failed = {name: n for name, n in document["counts"].items() if name not in _ANSWERS}
     if failed:
         listed = ", ".join(f"{n} {name}" for name, n in failed.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,18 @@ def run_sweep(
 ) -> dict[str, Any]:
     """Run the cells of `plan` that `folder` does not have yet, and return the document, which is in `folder` too.
 
-    With `retry`, cells that did not succeed are run again.
+    With `retry`, cells that did not succeed are run again; with `formal`, those too that were run on another revision.
+    ``provenance`` of the document is that of the start, so that a change of the code meanwhile is seen.
 
     Raises:
         ConfigError: the folder holds another sweep.
         KeyboardInterrupt: Ctrl-C; what was run is recorded, and the same call goes on.
     """
+    origin = provenance(argv)
     rows = _recorded(plan, folder, retry=retry)
+    if formal:
+        rows = {name: row for name, row in rows.items() if _is_of(row, origin)}
+    write_json(folder / FILE, _document(plan, folder, rows, origin, formal=formal))  # the folder is this sweep's now
     seconds: list[float] = []
     order = plan.in_order()
     for number, cell in enumerate(order, 1):
@@ -62,12 +67,12 @@ def run_sweep(
             continue
         left = sum(other.id not in rows for other in order)
         on_progress(Progress(number, len(order), cell, None, _left(seconds, left)))
-        rows[cell.id] = _beyond(plan, cell, rows) or _run(plan, cell, folder)
+        rows[cell.id] = _beyond(plan, cell, rows) or _run(plan, cell, folder, origin)
         if rows[cell.id]["seconds"] is not None:
             seconds.append(rows[cell.id]["seconds"])
-        write_json(folder / FILE, _document(plan, folder, rows, argv, formal=formal))
+        write_json(folder / FILE, _document(plan, folder, rows, origin, formal=formal))
         on_progress(Progress(number, len(order), cell, rows[cell.id], _left(seconds, left - 1)))
-    document = _document(plan, folder, rows, argv, formal=formal)
+    document = _document(plan, folder, rows, origin, formal=formal)
     write_json(folder / FILE, document)
     return document
 
@@ -76,23 +81,40 @@ def _left(seconds: Sequence[float], cells: int) -> float | None:
     return statistics.median(seconds) * cells if seconds else None
 
 
-def _recorded(plan: SweepPlan, folder: Path, *, retry: bool) -> dict[str, dict[str, Any]]:
-    """Rows of earlier calls that still hold, by cell."""
+def refuse_other(plan: SweepPlan, folder: Path) -> None:
+    """Nothing where `folder` is not there, is empty, or holds a sweep of the same name and size.
+
+    Raises:
+        ConfigError: it holds anything else.
+    """
     file = folder / FILE
     if not file.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not empty and holds no sweep; name another folder.")
-        return {}
+        return
     record = read_record(file)
     if record.kind != "sweep" or record.get("name") != plan.name or record.get("size") != plan.size:
         raise ConfigError(
             f"{folder} holds the sweep {record.get('name')!r} in size {record.get('size')!r}, not {plan.name!r} in size "
             f"{plan.size!r}; name another folder."
         )
+
+
+def _recorded(plan: SweepPlan, folder: Path, *, retry: bool) -> dict[str, dict[str, Any]]:
+    """Rows of earlier calls that still hold, by cell."""
+    refuse_other(plan, folder)
+    file = folder / FILE
+    if not file.exists():
+        return {}
     wanted = {cell.id for cell in plan.cells}
     kept = ("success",) if retry else ("success", "partial", "oom", "timeout", "failed", "failed_parse")
-    rows = {row["id"]: dict(row) for row in record.rows if row["id"] in wanted and row["status"] in kept}
+    rows = {row["id"]: dict(row) for row in read_record(file).rows if row["id"] in wanted and row["status"] in kept}
     return {name: row for name, row in rows.items() if _still_there(folder, row)}
+
+
+def _is_of(row: Mapping[str, Any], origin: Mapping[str, Any]) -> bool:
+    """Whether a cell was run on the revision of `origin`, no tracked file changed."""
+    return (row.get("git_revision"), row.get("git_dirty")) == (origin["git_revision"], False)
 
 
 def _still_there(folder: Path, row: dict[str, Any]) -> bool:
@@ -138,6 +160,8 @@ def _empty_row(cell: Cell) -> dict[str, Any]:
         "seconds": None,
         "result": None,
         "result_digest": None,
+        "git_revision": None,
+        "git_dirty": None,
         "performance_valid": None,
         "performance_invalid_reasons": [],
         "trials": 0,
@@ -146,19 +170,24 @@ def _empty_row(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _run(plan: SweepPlan, cell: Cell, folder: Path) -> dict[str, Any]:
+def _run(plan: SweepPlan, cell: Cell, folder: Path, origin: Mapping[str, Any]) -> dict[str, Any]:
     place = folder / "cells" / cell.id
     if place.exists():
         shutil.rmtree(place)  # of an attempt that was interrupted, or is to be made again
-    return row_of(cell, train(place, cell.settings, timeout_s=plan.timeout_s))
+    return row_of(cell, train(place, cell.settings, timeout_s=plan.timeout_s), origin)
 
 
-def row_of(cell: Cell, attempt: Attempt) -> dict[str, Any]:
-    """The row of a cell that was run; a cell without a result has no figures, not zeros."""
+def row_of(cell: Cell, attempt: Attempt, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of a cell that was run; a cell without a result has no figures, not zeros.
+
+    Its revision is that of the result; of a cell without one, that of `origin`, the sweep's start.
+    """
     row = _empty_row(cell)
     row.update({k: v for k, v in attrs.asdict(attempt, recurse=False).items() if k in row and k != "result"})
     row["log"] = f"cells/{cell.id}/log.txt"
     record = attempt.result
+    source = origin if record is None else record.provenance
+    row.update({name: source.get(name) for name in ("git_revision", "git_dirty")})
     if record is not None:
         row["result"] = f"cells/{cell.id}/run/result.json"
         row["result_digest"] = record.digest
@@ -179,7 +208,7 @@ def _document(
     plan: SweepPlan,
     folder: Path,
     rows: dict[str, dict[str, Any]],
-    argv: Sequence[str],
+    origin: Mapping[str, Any],
     *,
     formal: bool,
 ) -> dict[str, Any]:
@@ -200,7 +229,7 @@ def _document(
         "counts": {},
         "status": "success" if all(row["status"] == "success" for row in cells) else "partial",
         "execution_complete": all(cell.id in rows for cell in plan.cells),
-        "provenance": provenance(argv),
+        "provenance": dict(origin),
         "cells": cells,
     }
     for row in cells:

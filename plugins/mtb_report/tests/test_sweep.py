@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mtb_core import ConfigError, RunFailed
+from mtb_core import ConfigError
 from mtb_report.results import Record, find_records, read_record, record_of
-from mtb_report.sweep import formal, runner
+from mtb_report.sweep import runner
 from mtb_report.sweep.analysis import add_efficiency, add_errors, largest_that_fits
 from mtb_report.sweep.command import sweep
 from mtb_report.sweep.plan import SweepPlan, read_plan
@@ -203,9 +203,7 @@ class Trainings:
 SEEDS = f"name = 'x'\n{TINY}[matrix]\nseed = [0, 1, 2, 3]\n"
 
 
-def run(
-    tmp_path: Path, text: str, trainings: Trainings, monkeypatch: pytest.MonkeyPatch, **more: Any
-) -> dict[str, Any]:
+def run(tmp_path: Path, text: str, trainings: Any, monkeypatch: pytest.MonkeyPatch, **more: Any) -> dict[str, Any]:
     monkeypatch.setattr(runner, "train", trainings)
     return runner.run_sweep(plan(tmp_path, text), tmp_path / "out", argv=["mtb", "sweep"], **more)
 
@@ -243,6 +241,20 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert second.asked == order[2:]
     assert got["execution_complete"] is True
     assert got["counts"] == {"success": 4}
+
+
+def test_a_sweep_that_was_interrupted_in_its_first_cell_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that cell left does not make the folder a stranger's."""
+
+    def first(folder: Path, _settings: dict[str, Any], **_more: Any) -> Attempt:
+        folder.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, SEEDS, first, monkeypatch)
+    assert run(tmp_path, SEEDS, Trainings(), monkeypatch)["counts"] == {"success": 4}
 
 
 def test_only_a_retry_runs_failures_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,55 +367,6 @@ def test_nothing_that_fits() -> None:
     assert largest_that_fits([row("a", "oom", batch_size=1)], "batch_size")[0]["largest"] is None
 
 
-# --- formal ---
-
-
-def staged(tmp_path: Path, status: str) -> tuple[Path, Path, dict[str, Any]]:
-    place, folder = tmp_path / "f.unpublished", tmp_path / "f"
-    place.mkdir()
-    folder.mkdir()
-    (place / "new").touch()
-    (folder / "old").touch()
-    document = {"cells": [{"id": "a", "status": status}], "provenance": {"git_revision": "abc", "git_dirty": False}}
-    return place, folder, document
-
-
-def test_a_formal_sweep_replaces_what_was_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a whole, where every cell succeeded."""
-    place, folder, document = staged(tmp_path, "success")
-    monkeypatch.setattr(formal, "provenance", lambda _argv: document["provenance"])
-    formal.publish(document, place, folder, [])
-    assert [p.name for p in folder.iterdir()] == ["new"]
-    assert [p.name for p in tmp_path.iterdir()] == ["f"]
-
-
-@pytest.mark.parametrize("status", ["oom", "partial", "failed", None])
-def test_a_formal_sweep_with_a_failure_replaces_nothing(tmp_path: Path, status: Any) -> None:
-    """Not even for one cell of many."""
-    place, folder, document = staged(tmp_path, status)
-    with pytest.raises(RunFailed, match="Not published"):
-        formal.publish(document, place, folder, [])
-    assert [p.name for p in folder.iterdir()] == ["old"]
-
-
-def test_code_that_changed_meanwhile_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The revision at the end must be that of the start."""
-    place, folder, document = staged(tmp_path, "success")
-    monkeypatch.setattr(formal, "provenance", lambda _argv: {"git_revision": "def", "git_dirty": False})
-    with pytest.raises(RunFailed, match="code changed"):
-        formal.publish(document, place, folder, [])
-    assert [p.name for p in folder.iterdir()] == ["old"]
-
-
-def test_formal_is_refused_on_a_changed_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any cell is run."""
-    monkeypatch.setattr(
-        formal, "provenance", lambda _argv: {"git_revision": "abc", "git_dirty": True, "build_revision": None}
-    )
-    with pytest.raises(ConfigError, match="tracked files differ"):
-        formal.check_formal([])
-
-
 # --- real trainings ---
 
 
@@ -478,7 +441,7 @@ def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals, 
     assert _processes_with(cell.name)
     process.send_signal(number)
     assert process.wait() == code
-    assert not (tmp_path / "out" / "sweep.json").exists()
+    assert json.loads((tmp_path / "out" / "sweep.json").read_text())["counts"] == {"not_run": 1}
     assert not _processes_with(cell.name)
 
 
