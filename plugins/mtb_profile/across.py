@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -76,10 +77,11 @@ def match(views: Sequence[View]) -> Matching:
     """Bring together the collectives of several ranks: the k-th of its kind and size in its group and step is one.
 
     Ranks of a group issue its collectives in the same order, or they would hang. A number of them that differs between
-    ranks (a trace that is cut off, say) makes those of that kind in that step unmatched: none is guessed.
+    ranks (a trace that is cut off, say) makes those of that kind in that step unmatched, and so does a group that the
+    trace does not tell, or one with fewer ranks than were found: none is guessed.
     """
     queues: dict[tuple[Any, ...], dict[int, list[Collective]]] = {}
-    p2p = 0
+    p2p = unknown = 0
     for view in views:
         for collective in sorted(view.trace.collectives, key=lambda c: c.start):
             if not view.has(collective.start, collective.launch):
@@ -87,14 +89,19 @@ def match(views: Sequence[View]) -> Matching:
             if collective.operation in kinds.POINT_TO_POINT:
                 p2p += 1
                 continue
+            if not collective.group_known:
+                unknown += 1
+                continue
             step = view.step_of(collective.start, collective.launch)
             key = (collective.group, step, collective.operation, _size(collective))
             queues.setdefault(key, {}).setdefault(view.trace.rank, []).append(collective)
     matched: list[Matched] = []
-    lonely = uneven = 0
+    lonely = uneven = many = 0
     for (group, step, operation, _), by_rank in queues.items():
         if len(by_rank) < 2:
             lonely += sum(len(q) for q in by_rank.values())
+        elif len(by_rank) > _group_size(by_rank):
+            many += sum(len(q) for q in by_rank.values())
         elif len({len(q) for q in by_rank.values()}) > 1:
             uneven += sum(len(q) for q in by_rank.values())
         else:
@@ -103,11 +110,20 @@ def match(views: Sequence[View]) -> Matching:
             matched += [Matched(operation, group, step, dict(zip(ranks, row, strict=True))) for row in rows]
     reasons = {
         "point-to-point, whose other side the trace does not name": p2p,
+        "group not known": unknown,
         "seen on one rank only": lonely,
+        "on more ranks than the group has": many,
         "another number of them on other ranks": uneven,
     }
     return Matching(
         sorted(matched, key=lambda m: m.arrived), {reason: count for reason, count in reasons.items() if count}
+    )
+
+
+def _group_size(by_rank: Mapping[int, Sequence[Collective]]) -> float:
+    """The smallest size of the group that any of the collectives names; without one there is no limit."""
+    return min(
+        (c.group_size for queue in by_rank.values() for c in queue if c.group_size is not None), default=math.inf
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import kinds
+from .groups import Unnamed, unnamed_group
 from .kinds import Kind
 from .reading import Args, Event, TraceFile
 from .spans import Int64
@@ -62,6 +63,7 @@ class Collective:
     Attributes:
         operation: ``all_reduce``, ``all_gather``, …
         group: what tells its process group from others; empty where the trace does not say.
+        group_known: whether collectives of other ranks with the same `group` are of the same group.
         message_bytes: S of nccl-tests; None where the trace does not say.
         launch: when the host issued it; -1: unknown.
     """
@@ -72,6 +74,7 @@ class Collective:
     launch: int
     thread: int
     group: str = ""
+    group_known: bool = True
     group_size: int | None = None
     dtype: str | None = None
     message_bytes: int | None = None
@@ -227,11 +230,12 @@ class _Collector:
         base = base if isinstance(base, int) else 0
         on_device = len(self.device.start) > 0
         world_size = info.get("world_size") if isinstance(info.get("world_size"), int) else None
+        unnamed = unnamed_group(info, world_size)
         if on_device:
             work = self._device_table()
-            collectives = self._device_collectives()
+            collectives = self._device_collectives(attrs.evolve(unnamed, size=None))
         else:
-            work, collectives = self._host_work(_group_size(info, world_size))
+            work, collectives = self._host_work(unnamed)
         trace = RankTrace(
             path=path,
             rank=_rank(info, path, position),
@@ -255,7 +259,7 @@ class _Collector:
         launch = np.fromiter((launches.get(c, -1) for c in columns.key), dtype=np.int64, count=len(columns.key))
         return _table(columns, launch)
 
-    def _device_collectives(self) -> list[Collective]:
+    def _device_collectives(self, unnamed: Unnamed) -> list[Collective]:
         named = _Named([a for a in self.annotations if a.name.startswith("nccl:")])
         out = []
         for kernel in self.kernels:
@@ -265,10 +269,10 @@ class _Collector:
                 args = self.described.get(_number(args.external_id), args)
             name = args.collective if isinstance(args.collective, str) else None
             name = name or named.at(launch, self.launch_threads.get(kernel.correlation, -1)) or kernel.name
-            out.append(_collective(kernel, args, kinds.collective_operation(name), launch, None))
+            out.append(_collective(kernel, args, kinds.collective_operation(name), launch, unnamed))
         return out
 
-    def _host_work(self, group_size: int | None) -> tuple[Table, list[Collective]]:
+    def _host_work(self, unnamed: Unnamed) -> tuple[Table, list[Collective]]:
         """CPU operators that compute, those on gloo's own threads left out: they are part of its collectives."""
         table = _table(self.operators, np.array(self.operators.key, dtype=np.int64))
         gloo = np.array(sorted({c.thread for c in self.gloo}), dtype=np.int32)
@@ -277,7 +281,7 @@ class _Collector:
         for item in self.gloo:
             operation = kinds.gloo_operation(item.name)
             assert operation is not None
-            collectives.append(_collective(item, item.args, operation, item.start, group_size))
+            collectives.append(_collective(item, item.args, operation, item.start, unnamed))
         return work, collectives
 
 
@@ -298,8 +302,8 @@ class _Named:
         return own[index].name if index >= 0 and time < own[index].end else None
 
 
-def _collective(item: _Communication, args: Args, operation: str, launch: int, group_size: int | None) -> Collective:
-    size = args.group_size if isinstance(args.group_size, int) else group_size
+def _collective(item: _Communication, args: Args, operation: str, launch: int, unnamed: Unnamed) -> Collective:
+    size = args.group_size if isinstance(args.group_size, int) else unnamed.size
     types = args.input_type
     dtype = args.dtype if args.dtype is not None else types[0] if isinstance(types, list) and types else None
     group = ":".join(str(part) for part in (args.group_name, args.group_ranks) if part not in (None, ""))
@@ -309,7 +313,8 @@ def _collective(item: _Communication, args: Args, operation: str, launch: int, g
         item.end,
         launch,
         item.thread,
-        group,
+        group or unnamed.label,
+        bool(group) or unnamed.known,
         size,
         dtype if isinstance(dtype, str) else None,
         kinds.message_bytes(args, operation, size),
@@ -361,16 +366,6 @@ def _rank(info: dict[str, Any], path: Path, position: int) -> int:
         return rank
     found = re.search(r"rank[-_]?(\d+)", path.name)
     return int(found[1]) if found else position
-
-
-def _group_size(info: dict[str, Any], world_size: int | None) -> int | None:
-    """How many ranks take part in a collective of gloo, whose ranges do not name their group; None: it depends."""
-    groups = info.get("pg_config")
-    listed = [g.get("pg_size") for g in groups if isinstance(g, dict)] if isinstance(groups, list) else []
-    sizes = {size for size in listed if isinstance(size, int) and size > 1}
-    if len(sizes) > 1:
-        return None
-    return sizes.pop() if sizes else world_size
 
 
 def _device_name(head: dict[str, Any]) -> str | None:

@@ -155,6 +155,63 @@ def test_groups_are_kept_apart(tracing, tmp_path):
     assert sorted(sorted(m.members) for m in found.matched) == [[0, 1], [2, 3]]
 
 
+def gloo_pairs(tracing, folder, groups):
+    """Four ranks of one group and two of its halves; each rank's trace lists `groups` of it. Ranks 2 and 3 come late."""
+    paths = []
+    for rank in range(4):
+        t = tracing.Trace(rank, world_size=4)
+        t.head["distributedInfo"]["pg_config"] = groups(rank)
+        for number in range(4):
+            late = 500.0 if rank >= 2 else 0.0
+            t.step(number, number * 1000.0, 999).op("aten::mm", number * 1000.0, 100 + late)
+            t.gloo("all_reduce", number * 1000.0 + 100 + late, 20)
+        paths.append(t.write(folder / f"rank_{rank}.json"))
+    return paths
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_gloo_of_several_groups_is_not_matched(tracing, tmp_path, ranks):
+    """A gloo range names no group: where a rank is in several, nothing is matched, and no clock is moved to fit."""
+
+    def groups(rank):
+        half = [0, 1] if rank < 2 else [2, 3]
+        return [{"pg_size": 4, "ranks": [0, 1, 2, 3]}, {"pg_size": 2, "ranks": half}] if ranks else [{"pg_size": 2}] * 2
+
+    found = analyze(gloo_pairs(tracing, tmp_path, groups))
+    assert found.matching.matched == []
+    assert found.matching.unmatched == {"group not known": 16}
+    assert found.shifts == {}
+    assert any("16 collectives could not be matched between ranks: group not known" in note for note in found.notes)
+
+
+def test_gloo_of_one_group_is_matched_within_it(tracing, tmp_path):
+    """Where a rank is in one group of several ranks, that is the group of its ranges; of others they are kept apart."""
+
+    def halves(rank):
+        return [{"pg_size": 1, "ranks": [rank]}, {"pg_size": 2, "ranks": [0, 1] if rank < 2 else [2, 3]}]
+
+    found = analyze(gloo_pairs(tracing, tmp_path / "halves", halves))
+    assert sorted(sorted(m.members) for m in found.matching.matched) == [[0, 1]] * 4 + [[2, 3]] * 4
+    assert found.shifts == {}
+
+    def twice(_rank):
+        return [{"pg_size": 4, "ranks": []}, {"pg_size": 4, "ranks": [0, 1, 2, 3]}]
+
+    found = match(views(*gloo_pairs(tracing, tmp_path / "twice", twice)))
+    assert [sorted(m.members) for m in found.matched] == [[0, 1, 2, 3]] * 4
+
+
+def test_no_more_ranks_than_the_group_has(tracing, tmp_path):
+    """Collectives of groups of two that nothing tells apart, found on four ranks, are not one."""
+    paths = []
+    for rank in range(4):
+        t = tracing.Trace(rank, world_size=4).step(0, 0, 100).kernel("gemm", 0, 10, launch=1)
+        paths.append(t.nccl("allreduce", 10, 20, launch=2, ranks="").write(tmp_path / f"rank_{rank}.json"))
+    found = match(views(*paths))
+    assert found.matched == []
+    assert found.unmatched == {"on more ranks than the group has": 4}
+
+
 def test_point_to_point_is_not_matched(tracing, tmp_path):
     """Sends and receives have a partner that a trace does not name."""
     paths = [
