@@ -49,7 +49,7 @@ def make_document(
             f"A and B did other work, so that their times cannot be compared (A | B): {'; '.join(map(str, deciding))}. "
             "Compare runs of the same model, data and global batch, or say --allow-unlike."
         )
-    trials = [_trials(records, metric) for records in sides]
+    trials, missing = _pairs(sides, metric) if paired else _unpaired(sides, metric)
     try:
         found = compare_trials(*trials, paired=paired, lower_is_better=lower_is_better, confidence=confidence)
     except ValueError as error:
@@ -66,7 +66,7 @@ def make_document(
         "n": list(found.n),
         "method": found.method,
         "seen_from_percent": None if found.seen_from is None else found.seen_from * 100,
-        "notes": [n for n in (found.note, None if paired else _APART_IN_TIME) if n],
+        "notes": [n for n in (found.note, missing, None if paired else _APART_IN_TIME) if n],
         "a": _side(sides[0], trials[0]),
         "b": _side(sides[1], trials[1]),
         "differences": [attrs.asdict(d) for d in unlike],
@@ -82,13 +82,32 @@ _APART_IN_TIME = (
 )
 
 
-def _trials(records: Sequence[Record], metric: str) -> list[float]:
-    """The figure of each independent trial; a run without repeats is one trial."""
-    out = []
-    for record in records:
-        rows = record.trials or [record.values]
-        out += [row[metric] for row in rows if row.get(metric) is not None]
-    return out
+def _pairs(sides: tuple[Sequence[Record], Sequence[Record]], metric: str) -> tuple[list[list[float]], str | None]:
+    """The figures of both halves of each pair, and a note of the pairs that lack one and are left out as a whole.
+
+    Figures of one half would otherwise stand beside those of another pair, which were measured at another time.
+    """
+    rows = [[row for record in records for row in _rows(record)] for records in sides]
+    both = [(a.get(metric), b.get(metric)) for a, b in zip(*rows, strict=True)]
+    whole = [pair for pair in both if None not in pair]
+    left = len(both) - len(whole)
+    note = f"{left} of {len(both)} pairs are left out: a half of them has no {metric}" if left else None
+    return [[pair[side] for pair in whole] for side in (0, 1)], note
+
+
+def _unpaired(sides: tuple[Sequence[Record], Sequence[Record]], metric: str) -> tuple[list[list[float]], str | None]:
+    """The figure of each trial that has it, and a note of those that do not."""
+    rows = [row for records in sides for record in records for row in _rows(record)]
+    trials = [
+        [row[metric] for record in records for row in _rows(record) if row.get(metric) is not None] for records in sides
+    ]
+    left = len(rows) - sum(map(len, trials))
+    return trials, f"{left} of {len(rows)} trials are left out: they have no {metric}" if left else None
+
+
+def _rows(record: Record) -> Sequence[Mapping[str, Any]]:
+    """The independent trials; a run without repeats is one trial."""
+    return record.trials or [record.values]
 
 
 def _side(records: Sequence[Record], trials: Sequence[float]) -> dict[str, Any]:

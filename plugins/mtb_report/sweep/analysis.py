@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,18 @@ EFFICIENCY = {
 
 
 def add_efficiency(rows: Sequence[dict[str, Any]], scaling: str) -> None:
-    """Give each row its ``efficiency`` and ``efficiency_base_ranks``, by `EFFICIENCY`.
+    """Give each row its ``efficiency``, ``efficiency_base_ranks`` and ``efficiency_reason``, by `EFFICIENCY`.
 
     The base is the row of the same group with the fewest ranks; where that is not one rank, figures are relative to
-    it (m Tm / (n Tn)). None where the row, or its base, has no time.
+    it (m Tm / (n Tn)). None, with the reason, where the row or its base has no time, or where they did not do the same
+    work: strong scaling needs equal global batches, weak scaling equal batches of a rank.
     """
     for row in rows:
         base = _base(row, rows)
+        reason = _no_efficiency(row, base, scaling)
         row["efficiency"] = row["efficiency_base_ranks"] = None
-        if base is None or not _time(row) or not _time(base):
+        row["efficiency_reason"] = reason
+        if reason is not None:
             continue
         ranks, least = _ranks(row), _ranks(base)
         row["efficiency_base_ranks"] = least
@@ -33,10 +37,30 @@ def add_efficiency(rows: Sequence[dict[str, Any]], scaling: str) -> None:
             row["efficiency"] = (_rate(row) / ranks) / (_rate(base) / least)
 
 
-def _base(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _no_efficiency(row: Mapping[str, Any], base: Mapping[str, Any], scaling: str) -> str | None:
+    """Why the times of a row and of its base do not make an efficiency; None where they do."""
+    for of, name in ((row, "the cell"), (base, f"the cell on {_ranks(base)} ranks, the base,")):
+        if not _time(of) or (scaling == "weak" and not _rate(of)):
+            return f"{name} has no time"
+    own, other = _batch(row, scaling), _batch(base, scaling)
+    if own is not None and other is not None and own != other:
+        what = "global batch" if scaling == "strong" else "batch of a rank"
+        return f"the {what} is {own:g}, but {other:g} in the cell on {_ranks(base)} ranks, the base"
+    return None
+
+
+def _batch(row: Mapping[str, Any], scaling: str) -> float | None:
+    """Samples of a step that `scaling` keeps equal; None where the row does not say."""
+    whole = row["figures"].get("global_batch_size")
+    if whole is None:
+        return None
+    return float(whole) if scaling == "strong" else float(whole) / _ranks(row)
+
+
+def _base(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The cell with the fewest ranks among those that differ from `row` in nothing else."""
     own = group_of(row["labels"], "nproc")
-    return min((other for other in rows if group_of(other["labels"], "nproc") == own), key=_ranks, default=None)
+    return min((other for other in rows if group_of(other["labels"], "nproc") == own), key=_ranks)
 
 
 def _ranks(row: Mapping[str, Any]) -> int:
@@ -59,7 +83,9 @@ def add_errors(
     """Give each row the largest relative deviation of its losses and gradient norms from those of its reference.
 
     The reference is the row with the labels `against` that is alike in all others. `metrics` are the metrics lines
-    of rank 0 by cell. Steps that both have and in which both are finite are compared; ``error_steps`` says how many.
+    of rank 0 by cell. ``error_steps`` counts the steps that both have and in which the loss of both is finite;
+    ``loss_nonfinite_steps`` and ``grad_norm_nonfinite_steps`` those in which one of the two is not. Where there is such
+    a step the error is None: no number tells how far a training that diverged is off.
     """
     for row in rows:
         reference = next((other for other in rows if _is_reference(other, row, against)), None)
@@ -67,11 +93,26 @@ def add_errors(
         others = {line["global_step"]: line for line in metrics.get(reference["id"], ())} if reference else {}
         row["reference"] = None if reference is None else reference["id"]
         pairs = [(line, others[line["global_step"]]) for line in lines if line["global_step"] in others]
-        row["error_steps"] = len(pairs)
+        row["error_steps"] = sum(_finite(a.get("loss")) and _finite(b.get("loss")) for a, b in pairs)
         for name in ("loss", "grad_norm"):
-            row[f"{name}_error"] = _deviation(
-                [(a[name], b[name]) for a, b in pairs if a.get(name) is not None and b.get(name)]
-            )
+            bad = sum(_not_finite(a, name) or _not_finite(b, name) for a, b in pairs)
+            row[f"{name}_nonfinite_steps"] = bad
+            known = [(a[name], b[name]) for a, b in pairs if _finite(a.get(name)) and b.get(name)]
+            row[f"{name}_error"] = None if bad else _deviation(known)
+
+
+def _finite(value: Any) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _not_finite(line: Mapping[str, Any], name: str) -> bool:
+    """Whether a figure is there and is not finite. JSON has null for it with a mark beside.
+
+    A step without loss is one; a norm in a step that loss scaling skipped is none: that is how it finds its scale.
+    """
+    if line.get(name) is None:
+        return name == "loss" or (bool(line.get(f"{name}_nonfinite")) and not line.get("skipped"))
+    return not _finite(line[name])
 
 
 def _is_reference(other: Mapping[str, Any], row: Mapping[str, Any], against: Mapping[str, Any]) -> bool:

@@ -41,6 +41,9 @@ def show(document: Mapping[str, Any], folder: Path) -> None:
     for row in rows:
         table.add_row(*(str(row["labels"][name]) for name in axes), row["status"] or "not run", *_figures(row, extra))
     out.print(table)
+    for reason in dict.fromkeys(row.get("efficiency_reason") for row in rows):
+        if reason is not None:
+            out.print(f"No efficiency: {reason}", markup=False)
     for found in document.get("largest_that_fits", ()):
         out.print(_largest(found), markup=False)
     reasons = by_kind([reason for row in rows for reason in row["performance_invalid_reasons"]])
@@ -68,6 +71,8 @@ def _figures(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
     cells += [_number(figures.get("max_memory_mib"), ",.0f"), str(row["trials"])]
     for name in extra:
         text = _number(row.get(name), ".1%" if name == "efficiency" else ".2e")
+        if row.get(f"{name.removesuffix('_error')}_nonfinite_steps"):
+            text = "not finite"
         cells.append(_NOT_VALID if name == "efficiency" and text and not valid else text)
     return cells
 

@@ -15,8 +15,10 @@ from click.testing import CliRunner, Result
 
 from mtb_core import CheckFailed, ConfigError
 from mtb_report.compare.command import compare
+from mtb_report.compare.document import make_document
 from mtb_report.compare.student import cdf, quantile
 from mtb_report.compare.verdict import compare_trials
+from mtb_report.results import read_record
 
 #: Step times (ms) of 40 trials of one tiny training in a row, as measured on a loaded machine of two cores: skewed, and
 #: each like the one before it.
@@ -206,6 +208,28 @@ def test_other_work_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     assert isinstance(done.exception, ConfigError)
     assert "--allow-unlike" in str(done.exception)
     assert document(a, b, "--allow-unlike")["like"] is False
+
+
+def test_a_pair_without_a_figure_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    """The halves of the other pairs stay beside each other, and a note says how many pairs are missing."""
+    times = {"a": [None, 10.0, 20.0, 30.0], "b": [5.0, None, 22.0, 33.0]}
+    sides = tuple(
+        [
+            read_record(result(tmp_path / f"{side}{i}.json", [time or 1.0], **_without(time)))
+            for i, time in enumerate(all_)
+        ]
+        for side, all_ in times.items()
+    )
+    got = make_document(
+        sides, paired=True, metric="step_time_ms", lower_is_better=True, confidence=0.9, allow_unlike=True, argv=["mtb"]
+    )
+    assert (got["a"]["trials"], got["b"]["trials"]) == ([20.0, 30.0], [22.0, 33.0])
+    assert got["ratio"] == pytest.approx(1 / 1.1)
+    assert "2 of 4 pairs are left out" in got["notes"][-1]
+
+
+def _without(time: float | None) -> dict[str, Any]:
+    return {} if time else {"repeats": [{"step_time_ms": None, "tokens_per_sec": None}]}
 
 
 def test_invalid_performance_is_said(tmp_path: Path) -> None:

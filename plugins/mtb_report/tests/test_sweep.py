@@ -328,6 +328,32 @@ def test_strong_efficiency() -> None:
     assert [r["efficiency"] for r in rows] == [1.0, 0.625, None, None]
 
 
+@pytest.mark.parametrize(
+    ("scaling", "batches", "words"),
+    [("strong", (4, 8), "global batch is 8, but 4"), ("weak", (4, 4), "batch of a rank is 2, but 4")],
+)
+def test_no_efficiency_of_unlike_work(scaling: str, batches: tuple[int, int], words: str) -> None:
+    """Where the batch that must be equal is not, there is a reason and no figure, and people see it."""
+    rows = [
+        row(str(n), figures={"step_time_ms": 1.0, "tokens_per_sec": 2.0, "global_batch_size": batch}, nproc=n)
+        for n, batch in zip((1, 2), batches, strict=True)
+    ]
+    add_efficiency(rows, scaling)
+    assert [r["efficiency"] for r in rows] == [1.0, None]
+    assert words in rows[1]["efficiency_reason"]
+    assert rows[0]["efficiency_reason"] is None
+
+
+def test_no_efficiency_without_a_time() -> None:
+    """The reason says whether it is the cell or its base that has none."""
+    rows = [row("a", "oom", nproc=1), row("b", figures={"step_time_ms": 1.0}, nproc=2)]
+    add_efficiency(rows, "strong")
+    assert [r["efficiency_reason"] for r in rows] == [
+        "the cell has no time",
+        "the cell on 1 ranks, the base, has no time",
+    ]
+
+
 def test_weak_efficiency_from_two_ranks() -> None:
     """Tokens a second and rank over those of the fewest ranks, which are named."""
     rows = [
@@ -360,6 +386,19 @@ def test_errors_against_a_reference() -> None:
     assert found["xbf16"]["error_steps"] == 2
     assert found["ybf16"]["reference"] == "yfp32"
     assert found["ybf16"]["loss_error"] is None
+
+
+@pytest.mark.parametrize("bad", ["a", "b"])
+def test_a_training_that_diverged_has_no_error(bad: str) -> None:
+    """Steps that are not finite, in the cell or its reference, are counted, and no small number stands in their place."""
+    rows = [row(name, precision=name) for name in "ab"]
+    good = [{"global_step": n, "loss": 1.0, "grad_norm": 1.0} for n in range(10)]
+    broken = {"loss": None, "loss_nonfinite": "nan", "grad_norm": None, "grad_norm_nonfinite": "inf"}
+    metrics = dict.fromkeys("ab", good)
+    metrics[bad] = good[:2] + [{**line, **broken} for line in good[2:]]
+    add_errors(rows, {"precision": "a"}, metrics)
+    assert (rows[1]["loss_error"], rows[1]["grad_norm_error"]) == (None, None)
+    assert (rows[1]["error_steps"], rows[1]["loss_nonfinite_steps"], rows[1]["grad_norm_nonfinite_steps"]) == (2, 8, 8)
 
 
 def test_nothing_that_fits() -> None:
