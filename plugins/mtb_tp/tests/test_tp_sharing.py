@@ -27,6 +27,7 @@ def test_values_that_part_late_end_the_run(saving: bool, tmp_path: Path) -> None
     assert result.exit_reason == "failed"
     assert result.failure is not None
     assert "'stem.weight' in common, but ranks 0 and 1 of the group have come to different" in result.failure["message"]
+    assert not list(tmp_path.rglob("READY")), "what has parted was saved"
 
 
 @pytest.mark.timeout(60)
@@ -94,7 +95,7 @@ def test_buffers_of_all_strides_and_dtypes_travel() -> None:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("vocabulary", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_last_norm_may_be_defined_first(vocabulary: bool, tmp_path: Path) -> None:
-    """With the sequence cut, the norm before the output layer is found wherever the model defines it."""
+    """With the sequence cut, the output layer takes what a norm gives it, wherever the model defines that norm."""
     common = {"model": f"{MODELS}:norm_first", "optimizer": "sgd", "learning_rate": 0.1, "until_step": 3}
     _, expected = trained(tmp_path / "single", strategy="single", **common)
     options = {"sequence_parallel": True, "vocab_parallel_loss": vocabulary}

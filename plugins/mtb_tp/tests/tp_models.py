@@ -196,7 +196,7 @@ def alpha_dropout(config: TrainConfig) -> ModelSpec:
 
 
 class NormFirst(Net):
-    """The norm before the output layer is defined before all others."""
+    """The norm before the output layer is defined before all others, and nothing says what the blocks are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,9 @@ class NormFirst(Net):
 
 
 def norm_first(config: TrainConfig) -> ModelSpec:
-    return _spec(NormFirst, ROLES)
+    import attrs
+
+    return attrs.evolve(_spec(NormFirst, ROLES), blocks=())
 
 
 class Average(Net):
