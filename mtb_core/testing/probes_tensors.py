@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,11 @@ from mtb_core.api.values import Prepared, Shards
 from . import samples
 from .episodes import Probe
 from .stage import Stage
+
+#: By so much tensors may seem to grow: a few scalars come and go.
+ROOM = 1.01
+#: A collective's tensors may be kept so long after it is done.
+_SETTLE_S = 2.0
 
 
 @attrs.frozen
@@ -142,7 +148,15 @@ class _Living:
     def mtb_step_recorded(self, record: StepRecord) -> None:
         if record.global_step in self._steps:
             gc.collect()
-            self._seen[record.global_step] = storage_bytes(_reachable())
+            self._seen[record.global_step] = self._settled()
+
+    def _settled(self) -> int:
+        """Bytes now; where they are more than at first, as soon as threads of a backend have let go of what they sent."""
+        most = ROOM * min(self._seen.values(), default=0)
+        deadline = time.monotonic() + _SETTLE_S
+        while (size := storage_bytes(_reachable())) > most > 0 and time.monotonic() < deadline:
+            time.sleep(0.02)  # nothing tells when they do
+        return size
 
 
 def _reachable() -> Iterator[torch.Tensor]:

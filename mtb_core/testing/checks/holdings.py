@@ -9,7 +9,7 @@ from mtb_core.testing.checking import check
 from mtb_core.testing.checks.parity import training
 from mtb_core.testing.checks.processes import LIVING, watched
 from mtb_core.testing.lab import Lab
-from mtb_core.testing.probes_tensors import Held
+from mtb_core.testing.probes_tensors import ROOM, Held
 from mtb_core.testing.states import Mismatch
 
 #: Of the optimizer's state, which every sharded strategy shares.
@@ -53,7 +53,7 @@ def memory(lab: Lab, ranks: int) -> None:
     first, last = LIVING
     for rank, trace in watched(lab, ranks).traces.items():
         before, after = trace.notes["living"][first], trace.notes["living"][last]
-        if after > 1.01 * before:
+        if after > ROOM * before:
             raise Mismatch(
                 f"{before} bytes of tensors on rank {rank} after step {last}, as after step {first}", f"{after}"
             )
