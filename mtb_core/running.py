@@ -19,7 +19,7 @@ from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
 from mtb_core.launch.logs import rank_log
 from mtb_core.launch.worker import Worker, alone, attach, external_launcher, world_of
-from mtb_core.measure.audit import HOME_FOLDER, HOST, audit_folder
+from mtb_core.measure.audit import ADDRESS, HOME_FOLDER, HOST, audit_folder
 from mtb_core.measure.environment import environment, provenance, redact
 from mtb_core.measure.result import Result
 from mtb_core.measure.validity import formal_obstacles
@@ -82,14 +82,14 @@ def run(
 def _audited(result: Result, folder: Path | None) -> Result:
     """`result`, or a failed one in its place where what the run recorded tells who ran it or where.
 
-    What ranks printed is not searched: it is the user's own. A path in ``config.toml`` that has a host's name in it, or
-    another user's home, is needed to run it again.
+    What ranks printed is not searched: it is the user's own. A path or endpoint in ``config.toml`` that has a host's name
+    or address in it, or another user's home, is needed to run it again.
     """
     place = folder if folder is not None else Path(result.run_dir or "").expanduser()
     if result.run_dir is None or not (place / "result.json").is_file():
         return result
     found = audit_folder(place, skip=("logs", "trace", "hang"))
-    found["config.toml"] = [kind for kind in found.get("config.toml", ()) if kind not in (HOME_FOLDER, HOST)]
+    found["config.toml"] = [kind for kind in found.get("config.toml", ()) if kind not in (HOME_FOLDER, HOST, ADDRESS)]
     told = [f"{file} ({', '.join(kinds)})" for file, kinds in found.items() if kinds]
     if not told:
         return result

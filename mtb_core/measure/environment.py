@@ -21,7 +21,7 @@ from typing import Any
 
 from mtb_core.ranks.worker import available_cores
 
-from .audit import hide_host
+from .audit import HOMES, hide_host
 from .machine import governor, gpu_driver, gpu_topology, numa_nodes, sockets
 
 _LIBRARIES = ("numpy", "pluggy", "attrs", "click", "safetensors", "tokenizers", "triton", "deepspeed", "xxhash")
@@ -75,7 +75,6 @@ _SECRET_WORD = re.compile(
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 _PERHAPS_ADDRESS = re.compile(r"(?<![\w.:])(?:(?:\d{1,3}\.){3}\d{1,3}|[0-9a-fA-F:]*:[0-9a-fA-F:]*)(?![\w.])")
 _GPU_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F/-]*")
-_HOMES = re.compile(r"(?<![\w.~-])/(?:root(?=/|$)|(?:home|Users)/[^/\s:'\"]+)")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -159,7 +158,7 @@ def redact(text: str) -> str:
     home = str(Path("~").expanduser())
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?=/|$|[\s:'\"])", "~", text)
-    return _HOMES.sub("~", text)
+    return HOMES.sub("~", text)
 
 
 def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +219,7 @@ def _hide_host(word: str) -> str:
     for host in (name, name.partition(".")[0]):  # the long form first
         if host in {"", "localhost"}:
             continue
-        word = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "<host>", word)
+        word = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "<host>", word, flags=re.IGNORECASE)
     return word
 
 

@@ -157,18 +157,29 @@ def verify(folder: str, file: str | None, as_json: bool, debug: bool) -> int:  #
 @_JSON
 @_DEBUG
 def audit(folder: str, as_json: bool, debug: bool) -> int:  # noqa: ARG001
-    """Search every file in DIR for host names, GPU UUIDs, proxies, credentials and home folders.
+    """Search every file in DIR for host names, addresses, GPU UUIDs, proxies, credentials and home folders.
 
-    Text, also compressed, is searched, logs and traces too. What is found is named by file and kind, not repeated.
+    Text, also compressed, is searched, logs and traces too. What is found is named by file and kind, not repeated; so
+    is what was not searched as a whole. Exit code 1 where something was found, or a file cannot be read.
     """
-    from mtb_core import audit_folder, dumps  # noqa: PLC0415
+    from mtb_core import audit_folder, dumps, redact  # noqa: PLC0415
 
-    found = audit_folder(_folder(folder))
+    missed: dict[str, str] = {}
+    found = audit_folder(_folder(folder), passed_over=missed)
+    missed = {name: redact(why) for name, why in missed.items()}
+    unreadable = {name: why for name, why in missed.items() if why.startswith("it cannot be read")}
     if as_json:
-        click.echo(dumps({"found": found}, indent=2))
-    elif not found:
-        click.echo("Nothing was found that must not be handed on.")
-    if found:
-        told = "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in found.items())
-        raise CheckFailed(f"Must not be handed on: {told}.")
+        click.echo(dumps({"found": found, "not_searched": missed}, indent=2))
+    else:
+        for name, why in missed.items():
+            click.echo(f"Not searched: {name}: {why}")
+        if not found and not unreadable:
+            click.echo("Nothing was found that must not be handed on.")
+    told = [f"{name} ({', '.join(kinds)})" for name, kinds in found.items()]
+    complaints = [f"Must not be handed on: {'; '.join(told)}."] if told else []
+    if unreadable:
+        listed = "; ".join(f"{name} ({why})" for name, why in unreadable.items())
+        complaints.append(f"Files that were not searched to their end, so that nothing can be said of them: {listed}.")
+    if complaints:
+        raise CheckFailed(" ".join(complaints))
     return 0

@@ -161,8 +161,21 @@ def test_audit(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank.log").write_text("reading /home/alice/corpus")
     done = invoke("audit", str(tmp_path), "--json")
     assert isinstance(done.exception, CheckFailed)
-    assert json.loads(done.stdout) == {"found": {"logs/rank.log": ["a home folder"]}}
+    assert json.loads(done.stdout) == {"found": {"logs/rank.log": ["a home folder"]}, "not_searched": {}}
     assert "alice" not in str(done.exception)
+
+
+def test_audit_tells_what_it_did_not_search(tmp_path: Path) -> None:
+    """A binary file is listed, and the folder passes; a file that cannot be read fails it."""
+    (tmp_path / "weights.bin").write_bytes(bytes(range(256)))
+    done = invoke("audit", str(tmp_path))
+    assert done.exception is None
+    assert "Not searched: weights.bin: it is binary" in done.stdout
+    (tmp_path / "trace.json.gz").write_bytes(b"no gzip")
+    done = invoke("audit", str(tmp_path), "--json")
+    assert isinstance(done.exception, CheckFailed)
+    assert "trace.json.gz" in str(done.exception)
+    assert set(json.loads(done.stdout)["not_searched"]) == {"weights.bin", "trace.json.gz"}
 
 
 def test_wrong_usage(tmp_path: Path) -> None:
