@@ -134,8 +134,9 @@ def analyze_command(
     if window is not None and window not in WINDOWS:
         raise ConfigError(f"--window is {window!r}; valid: {', '.join(WINDOWS)}.")
     for option, value in (("--flops-per-step", flops_per_step), ("--peak-tflops", peak_tflops)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{option} is {value:g}; it must be above 0.")
+        # The peak is multiplied by 1e12 further down, and must be a number still.
+        if value is not None and not 0 < value < 1e290:
+            raise ConfigError(f"{option} is {value:g}; it must be above 0 and finite.")
     work = _work(paths, flops_per_step, peak_tflops)
     wanted = Wanted(window, mfu, work, show_collectives, step, svg)
     found = find(find_traces(paths), wanted)
@@ -209,5 +210,5 @@ def work_of(result: dict[str, Any]) -> Work:
             devices,
             result["activation_checkpointing"],
         )
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ArithmeticError):
         return Work()

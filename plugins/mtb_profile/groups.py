@@ -7,6 +7,8 @@ from typing import Any
 
 import attrs
 
+from .values import number_of_ranks
+
 
 @attrs.frozen
 class Unnamed:
@@ -31,30 +33,27 @@ def unnamed_group(info: Mapping[str, Any], world_size: int | None) -> Unnamed:
     """
     listed = info.get("pg_config")
     groups = [g for g in map(_ranks, listed) if g is not None] if isinstance(listed, list) else []
-    groups = [(size, _all(world_size) if size == world_size else ranks) for size, ranks in groups if size > 1]
+    groups = [(size, () if size == world_size else ranks) for size, ranks in groups if size > 1]
     if not groups:
         return Unnamed(True, "", world_size)
+    # No ranks at all stand for all of them, None for unknown ones.
     sizes = {size for size, _ in groups}
     size = sizes.pop() if len(sizes) == 1 else None
     sets = {ranks for _, ranks in groups}
     if len(sets) > 1 or None in sets:
         return Unnamed(False, "", size)
     ranks = sets.pop()
-    return Unnamed(True, "" if ranks == _all(world_size) else str(list(ranks or ())), size)
-
-
-def _all(world_size: int | None) -> tuple[int, ...] | None:
-    return None if world_size is None else tuple(range(world_size))
+    return Unnamed(True, str(list(ranks)) if ranks else "", size)
 
 
 def _ranks(group: Any) -> tuple[int, tuple[int, ...] | None] | None:
     """Size and ranks of an entry of ``pg_config``; some versions of torch list no ranks where all take part."""
     if not isinstance(group, dict):
         return None
-    listed, size = group.get("ranks"), group.get("pg_size")
+    listed, size = group.get("ranks"), number_of_ranks(group.get("pg_size"))
     ranks = None
     if isinstance(listed, list) and listed and all(isinstance(r, int) for r in listed):
         ranks = tuple(sorted(listed))
     if ranks is not None:
         return len(ranks), ranks
-    return (size, None) if isinstance(size, int) else None
+    return (size, None) if size is not None else None

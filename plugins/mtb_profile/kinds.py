@@ -6,6 +6,7 @@ whatever its name, and a text that merely contains "nccl" proves nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from enum import IntEnum
 from functools import cache
@@ -126,29 +127,41 @@ def message_bytes(args: Args, operation: str, group_size: int | None) -> int | N
         return 0
     if isinstance(args.in_elements, int) and isinstance(args.out_elements, int):
         width = dtype_bytes(args.dtype)
-        return None if width is None else max(args.in_elements, args.out_elements) * width
+        known = _is_count(args.in_elements) and _is_count(args.out_elements)
+        return max(args.in_elements, args.out_elements) * width if known and width is not None else None
     dims, types = args.input_dims, args.input_type
     if not isinstance(dims, list) or not isinstance(types, list) or not types:
         return None
-    width = dtype_bytes(types[0])
-    if width is None:
+    width, elements = dtype_bytes(types[0]), _elements_of_all(dims)
+    if width is None or elements is None:
         return None
-    size = sum(_elements(d) for d in dims) * width
+    size = elements * width
     if operation in {"all_gather", "gather"}:  # a gloo range shows what goes in, one rank's part
         return None if group_size is None else size * group_size
     return size
 
 
-def _elements(dims: Any) -> int:
-    """Elements of a tensor by its dimensions ([] is a scalar), or of a list of tensors."""
+def _is_count(value: Any) -> bool:
+    """Whether it can be a number of elements: memory has no more than 2^62 bytes."""
+    return isinstance(value, int) and 0 <= value < 1 << 62
+
+
+def _elements_of_all(tensors: list[Any]) -> int | None:
+    found = [_elements(dims) for dims in tensors]
+    known = [n for n in found if n is not None]
+    return sum(known) if len(known) == len(found) else None
+
+
+def _elements(dims: Any) -> int | None:
+    """Elements of a tensor by its dimensions ([] is a scalar), or of a list of tensors; None where they make no sense."""
     if not isinstance(dims, list):
         return 0
     if any(isinstance(d, list) for d in dims):
-        return sum(_elements(d) for d in dims)
-    count = 1
-    for d in dims:
-        count *= d if isinstance(d, int) else 0
-    return count
+        return _elements_of_all(dims)
+    if not all(_is_count(d) for d in dims):
+        return None
+    count = math.prod(dims)
+    return count if _is_count(count) else None
 
 
 def bus_factor(operation: str, ranks: int | None) -> float | None:

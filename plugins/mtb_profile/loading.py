@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from .groups import Unnamed, unnamed_group
 from .kinds import Kind
 from .reading import Args, Event, TraceFile
 from .spans import Int64
+from .values import TIME_LIMIT_NS, UnusableError, identifier, nanoseconds, number_of_ranks
 
 _NO_ARGS = Args()
 
@@ -119,9 +119,12 @@ def load_trace(path: Path, position: int = 0) -> RankTrace:
     """
     file = TraceFile(path)
     collector = _Collector()
-    for batch in file.batches():
-        collector.add(batch)
-    return collector.finish(path, file.head, position)
+    try:
+        for batch in file.batches():
+            collector.add(batch)
+        return collector.finish(path, file.head, position)
+    except UnusableError as error:
+        raise file.damaged(str(error)) from error
 
 
 @attrs.define(eq=False)
@@ -166,37 +169,44 @@ class _Collector:
         self.threads: dict[tuple[Any, Any], int] = {}
         self.names: dict[int, str] = {}
         self.first, self.last = 1 << 62, -(1 << 62)
+        self.least, self.most = 0, 0
         self.devices: set[Any] = set()
 
     def add(self, events: Iterable[Event]) -> None:
         """Take in a batch."""
         for event in events:
             if event.ph == "X":
-                if event.ts is not None and event.dur is not None and event.dur >= 0:
-                    self._add_range(event, _nanoseconds(event.ts), _nanoseconds(event.dur))
+                if event.ts is not None and event.dur is not None and isinstance(event.cat, str):
+                    start, duration = nanoseconds(event.ts), nanoseconds(event.dur)
+                    if duration >= 0:
+                        self._add_range(event, start, duration)
             elif event.ph == "M" and event.name == "thread_name" and event.args is not None:
                 self.names[self._thread(event)] = str(event.args.thread_name)
 
     def _thread(self, event: Event) -> int:
         key = (event.pid, event.tid)
-        return self.threads.setdefault(key, len(self.threads))
+        try:
+            return self.threads.setdefault(key, len(self.threads))
+        except TypeError:  # a list or an object where a number or a name belongs
+            return self.threads.setdefault((str(event.pid), str(event.tid)), len(self.threads))
 
     def _add_range(self, event: Event, start: int, duration: int) -> None:
         category, end = event.cat, start + duration
+        self.least, self.most = min(self.least, start), max(self.most, end)
         args = event.args or _NO_ARGS
         name = event.name if isinstance(event.name, str) else str(event.name)
         if category in kinds.OPERATOR_CATEGORIES:
             self._see(start, end)
             if name == "record_param_comms":
                 if args.external_id is not None:
-                    self.described[_number(args.external_id)] = args
+                    self.described[identifier(args.external_id)] = args
             elif kinds.operator_computes(name):
                 self.operators.add(start, end, start, Kind.COMPUTE, self._thread(event))
         elif category in kinds.KERNEL_CATEGORIES or category in kinds.MEMORY_CATEGORIES:
             self._add_device(event, name, args, start, end)
         elif category in kinds.LAUNCH_CATEGORIES:
             if args.correlation is not None:
-                correlation = _number(args.correlation)
+                correlation = identifier(args.correlation)
                 self.launches[correlation] = start
                 self.launch_threads[correlation] = self._thread(event)
         elif category in kinds.ANNOTATION_CATEGORIES:
@@ -211,8 +221,9 @@ class _Collector:
         kind = kinds.device_kind(name, event.cat, args.collective is not None)
         if kind is None:
             return
-        self.devices.add(args.device)
-        correlation = -1 if args.correlation is None else _number(args.correlation)
+        if isinstance(args.device, int | str):
+            self.devices.add(args.device)
+        correlation = -1 if args.correlation is None else identifier(args.correlation)
         thread = self._thread(event)
         self.device.add(start, end, correlation, kind, thread)
         if kind == Kind.COMMUNICATION:
@@ -228,8 +239,12 @@ class _Collector:
         info = info if isinstance(info, dict) else {}
         base = head.get("baseTimeNanoseconds")
         base = base if isinstance(base, int) else 0
+        if not (-TIME_LIMIT_NS <= self.least + base and self.most + base <= TIME_LIMIT_NS):
+            raise UnusableError(
+                f"its times, from {self.least} to {self.most} ns after {base} ns, reach over more than 95 years from 0"
+            )
         on_device = len(self.device.start) > 0
-        world_size = info.get("world_size") if isinstance(info.get("world_size"), int) else None
+        world_size = number_of_ranks(info.get("world_size"))
         unnamed = unnamed_group(info, world_size)
         if on_device:
             work = self._device_table()
@@ -247,9 +262,9 @@ class _Collector:
             first=self.first,
             last=self.last,
             world_size=world_size,
-            backend=info.get("backend"),
+            backend=info["backend"] if isinstance(info.get("backend"), str) else None,
             device_name=_device_name(head),
-            devices=len(self.devices - {None}),
+            devices=len(self.devices),
             launch_linked=not on_device or bool((work.launch >= 0).any()),
         )
         return shifted(trace, base) if base else trace
@@ -266,7 +281,7 @@ class _Collector:
             launch = self.launches.get(kernel.correlation, -1)
             args = kernel.args
             if args.collective is None and args.external_id is not None:
-                args = self.described.get(_number(args.external_id), args)
+                args = self.described.get(identifier(args.external_id), args)
             name = args.collective if isinstance(args.collective, str) else None
             name = name or named.at(launch, self.launch_threads.get(kernel.correlation, -1)) or kernel.name
             out.append(_collective(kernel, args, kinds.collective_operation(name), launch, unnamed))
@@ -303,7 +318,7 @@ class _Named:
 
 
 def _collective(item: _Communication, args: Args, operation: str, launch: int, unnamed: Unnamed) -> Collective:
-    size = args.group_size if isinstance(args.group_size, int) else unnamed.size
+    size = number_of_ranks(args.group_size) or unnamed.size
     types = args.input_type
     dtype = args.dtype if args.dtype is not None else types[0] if isinstance(types, list) and types else None
     group = ":".join(str(part) for part in (args.group_name, args.group_ranks) if part not in (None, ""))
@@ -346,18 +361,6 @@ def shifted(trace: RankTrace, by: int) -> RankTrace:
         first=trace.first + by,
         last=trace.last + by,
     )
-
-
-def _nanoseconds(microseconds: Decimal) -> int:
-    return int((microseconds * 1000).to_integral_value())
-
-
-def _number(value: Any) -> int:
-    """An id, which some writers give as text; other values are no id of anything."""
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return -1
 
 
 def _rank(info: dict[str, Any], path: Path, position: int) -> int:

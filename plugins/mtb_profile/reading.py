@@ -93,6 +93,8 @@ class TraceFile:
                 f"The trace {self.path} cannot be read: {error}. A file that is cut off was perhaps copied while it was "
                 "still being written; write it again."
             ) from error
+        except RecursionError as error:
+            raise self.damaged("its values are nested too deeply") from error
 
     def _read(self, file: IO[bytes]) -> Iterator[list[Any]]:
         buffer = self._find_events(file)
@@ -110,7 +112,7 @@ class TraceFile:
             if found is None:
                 wanted = 2 * len(buffer)
                 if wanted > _EVENT_LIMIT_BYTES:
-                    raise self._damaged(f"no event ends in the {len(buffer)} bytes before byte {read}")
+                    raise self.damaged(f"no event ends in the {len(buffer)} bytes before byte {read}")
                 continue
             events, buffer = found
             wanted = CHUNK_BYTES
@@ -145,7 +147,7 @@ class TraceFile:
         try:
             return _decode_front(buffer, self.decoder)
         except msgspec.ValidationError as error:
-            raise self._damaged(f"{error}, in what ends before byte {read}") from error
+            raise self.damaged(f"{error}, in what ends before byte {read}") from error
 
     def _last(self, buffer: bytes, read: int) -> list[Any]:
         """The events at the end, and the keys behind them."""
@@ -160,14 +162,15 @@ class TraceFile:
         try:
             events = self.decoder.decode(text[:end].encode("utf-8", errors="surrogateescape"))
         except msgspec.DecodeError as error:
-            raise self._damaged(f"{error}, in what begins at byte {read - len(buffer)}") from error
+            raise self.damaged(f"{error}, in what begins at byte {read - len(buffer)}") from error
         if rest is None:
-            raise self._damaged("what stands behind its events is no JSON")
+            raise self.damaged("what stands behind its events is no JSON")
         rest.pop("traceEvents", None)
         self.head.update(rest)
         return events
 
-    def _damaged(self, what: str) -> ConfigError:
+    def damaged(self, what: str) -> ConfigError:
+        """The error that says that the file is damaged, and by `what`."""
         return ConfigError(
             f"The trace {self.path} is damaged: {what}. Valid: complete JSON in Chrome's trace format; write or copy the "
             "file again."

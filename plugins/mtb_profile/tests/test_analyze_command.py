@@ -97,7 +97,9 @@ def test_what_the_run_had_to_do(folder):
     ("words", "message"),
     [
         (["--window", "step"], "--window is 'step'; valid: trace, steps, steps-but-last"),
-        (["--peak-tflops", "0", "--mfu"], "--peak-tflops is 0; it must be above 0"),
+        (["--peak-tflops", "0", "--mfu"], "--peak-tflops is 0; it must be above 0 and finite"),
+        (["--peak-tflops", "inf", "--mfu"], "--peak-tflops is inf; it must be above 0 and finite"),
+        (["--flops-per-step", "nan", "--mfu"], "--flops-per-step is nan; it must be above 0 and finite"),
         (["--svg", "/proc/nowhere/x.svg"], "--svg /proc/nowhere/x.svg cannot be written"),
         (["--output", "/proc/nowhere/x.json"], "--output /proc/nowhere/x.json cannot be written"),
         (["--show-collectives", "--step", "9"], "--step is 9; valid are"),

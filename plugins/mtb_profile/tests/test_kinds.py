@@ -97,6 +97,11 @@ def test_message_bytes():
     assert message_bytes(Args(input_dims=[[]], input_type=["double"]), "all_reduce", 2) == 8
     assert message_bytes(Args(input_dims=[[[3], [4]]], input_type=["float"]), "all_reduce", 2) == 28
     assert message_bytes(Args(input_dims=[[3]], input_type=["strange"]), "all_reduce", 2) is None
+    for count in (-10, 10**40):
+        wrong = Args(in_elements=count, out_elements=10, dtype="Float")
+        assert message_bytes(wrong, "all_reduce", 2) is None
+        for dims in ([[count]], [[3], [2, count]], [[[3], [count]]], [["3"]]):
+            assert message_bytes(Args(input_dims=dims, input_type=["float"]), "all_reduce", 2) is None
     assert message_bytes(Args(), "all_reduce", 2) is None
     assert message_bytes(Args(), "barrier", 2) == 0
 

@@ -71,6 +71,57 @@ def test_times_are_exact(tmp_path):
     assert load_trace(path).work.end.tolist() == [1682725898236567124]
 
 
+KERNEL = '{"ph":"X","cat":"kernel","name":"k","ts":1,"dur":2,"pid":0,"tid":7,"args":{"correlation":1,"device":0}}'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"ts":1', '"ts":1e30'),
+        ('"ts":1', '"ts":9e15'),
+        ('"ts":1', '"ts":1e999999'),
+        ('"ts":1', '"ts":"NaN"'),
+        ('"ts":1', '"ts":"Infinity"'),
+        ('"dur":2', '"dur":"NaN"'),
+        ('"dur":2', '"dur":"sNaN"'),
+        ('"dur":2', '"dur":3e15'),
+        ('"head":1', '"baseTimeNanoseconds":1' + "0" * 30),
+        ('"args":{', f'"args":{{"x":{"[" * 100_000}{"]" * 100_000},'),
+    ],
+)
+def test_times_that_no_trace_has(tmp_path, old, new):
+    """A time that is no number, or beyond all clocks, is damage, wherever it stands; so is endless nesting."""
+    path = tmp_path / "t.json"
+    path.write_text(f'{{"head":1,"traceEvents":[{KERNEL},{KERNEL}]}}'.replace(old, new, 1))
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kernels"),
+    [
+        ('"correlation":1', '"correlation":1' + "0" * 30, 2),
+        ('"correlation":1', '"correlation":-5', 2),
+        ('"cat":"kernel"', '"cat":["kernel"]', 1),
+        ('"pid":0', '"pid":[0]', 2),
+        ('"tid":7', '"tid":{"a":7}', 2),
+        ('"device":0', '"device":[0]', 2),
+        (
+            '"head":1',
+            '"distributedInfo":{"backend":[1],"world_size":1000000000000000,"pg_config":[[],{"pg_size":"2"}]}',
+            2,
+        ),
+    ],
+)
+def test_values_of_another_kind(tmp_path, old, new, kernels):
+    """What is of no kind that its place has says nothing; the rest of the trace counts."""
+    path = tmp_path / "t.json"
+    path.write_text(f'{{"head":1,"traceEvents":[{KERNEL},{KERNEL}]}}'.replace(old, new, 1))
+    trace = load_trace(path)
+    assert len(trace.work) == kernels
+    assert (trace.devices, trace.backend) == (1, None)
+
+
 def test_compressed_whatever_its_name(tmp_path):
     """Gzip is known by its content; a bare list of events, with or without its end, is a trace too."""
     path = tmp_path / "trace.json"
