@@ -85,7 +85,7 @@ def find_losses(analysis: Analysis, work: Work) -> Losses:
     """The seven losses of the mean step.
 
     Raises:
-        ConfigError: there are no steps to divide the time by.
+        ConfigError: there are no steps to divide the time by, or nothing takes time in them.
     """
     counts = {len(r.view.steps.steps) for r in analysis.ranks}
     if counts == {0} or len(counts) > 1 or any(r.view.window == "trace" for r in analysis.ranks):
@@ -101,6 +101,11 @@ def find_losses(analysis: Analysis, work: Work) -> Losses:
 
     moved = _straggling(analysis)
     measured = mean(lambda r: r.times.span)
+    if not measured > 0:
+        raise ConfigError(
+            "--mfu splits the time of a step, and nothing in the steps of these traces takes any. Valid: traces whose steps "
+            "hold kernels or CPU operators; or leave --mfu out."
+        )
     computing = mean(lambda r: r.times.compute + r.times.memory) - moved.computing
     forward = mean(lambda r: r.forward_compute)
     recompute = None if work.recomputes is None else forward if work.recomputes else 0.0

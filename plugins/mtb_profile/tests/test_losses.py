@@ -37,6 +37,14 @@ def values(found):
     return {loss.name: loss.ms for loss in found.losses}
 
 
+def test_steps_without_time_are_refused(tracing, tmp_path):
+    """Steps in which nothing takes time have no shares: that is refused in words."""
+    trace = tracing.Trace(0, world_size=1).step(0, 0, 100).step(1, 100, 100)
+    found = analyze([trace.kernel("gemm", 10, 0, launch=5).write(tmp_path / "rank_0.json")])
+    with pytest.raises(ConfigError, match="nothing in the steps of these traces takes any"):
+        find_losses(found, Work())
+
+
 @pytest.mark.parametrize("sleep", [0.0, 40.0])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_they_sum(tracing, tmp_path, sleep, recomputes):
