@@ -36,7 +36,7 @@ SIZES = {
     "check-empty-part": ("check", "--tp", "4", "--out-features", "5", "--in-features", "5"),
 }
 #: With the others each takes seconds, and shows little more.
-FAST = [*((case, "fp32") for case in SIZES), ("mlp-uneven", "fp64"), ("sequence", "fp64"), ("sequence-uneven", "bf16")]
+FAST = [*((case, "fp32") for case in SIZES), ("mlp-uneven", "fp64"), ("sequence-uneven", "bf16")]
 
 
 @pytest.mark.timeout(60)
@@ -84,7 +84,11 @@ def test_collectives_are_those_of_theory(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("check", ["check", "mlp", "sequence"])
-@pytest.mark.parametrize("more", [(), ("--tp", "3", "--seq-length", "9", "--dtype", "bf16")], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "more",
+    [(), pytest.param(("--tp", "3", "--seq-length", "9", "--dtype", "bf16"), marks=pytest.mark.slow)],
+    ids=["fp32", "bf16"],
+)
 def test_every_mistake_is_seen(check: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """The self-test makes each mistake, and finds it in a quantity that it must spoil."""
     arguments = more if check == "sequence" else tuple(a for a in more if a not in ("--seq-length", "9"))
@@ -163,8 +167,9 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], text: str, capsys
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("asked", "code"), [((), 0), pytest.param(("--tp", "3"), 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("asked", "code"), [((), 0), (("--tp", "3"), 1)])
 def test_under_torchrun(asked: tuple[str, ...], code: int) -> None:
     """Torchrun's ranks are the degree, rank 0 alone prints; another degree asked for is refused."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -75,16 +75,6 @@ def own_loss(config: TrainConfig) -> ModelSpec:
     return attrs.evolve(_spec(Net, ROLES), loss=lambda output, targets: output.sum())
 
 
-class Strange(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].up = nn.Sequential(nn.Linear(WIDTH, HIDDEN))
-
-
-def not_linear(config: TrainConfig) -> ModelSpec:
-    return _spec(Strange, ROLES)
-
-
 class Careless(Net):
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * F.dropout(torch.ones(WORDS), 0.1)
