@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mtb_core import ConfigError, MtbError, redact, redact_command
 
 from .results import Record, read_record
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _STOPPED = 4  # the exit code of what was stopped on request
 #: How long a training that is told to stop may take to end its ranks, in seconds.
 GRACE_S = 20.0
@@ -111,6 +113,7 @@ def train(folder: Path, settings: Mapping[str, Any], *, timeout_s: float | None 
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a signal reaches its ranks too, and Ctrl-C reaches it through us alone
+            preexec_fn=_ending_with(os.getpid()),  # noqa: PLW1509  (this process has one thread)
         )
         timed_out = False
         try:
@@ -142,6 +145,23 @@ def train(folder: Path, settings: Mapping[str, Any], *, timeout_s: float | None 
         seconds=seconds,
         result=result,
     )
+
+
+def _ending_with(parent: int) -> Callable[[], None] | None:
+    """What makes a child process be told to stop (SIGTERM) when this one is killed, where it cannot do so itself.
+
+    Called in the child before it becomes another program. Linux alone has this (prctl(2)); None elsewhere.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def before() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent:  # killed before the call
+            os._exit(_STOPPED)
+
+    return before
 
 
 def outcome(

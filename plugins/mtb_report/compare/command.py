@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mtb_core import CheckFailed, ConfigError
+from mtb_report.output import check_output, write_output
 
 if TYPE_CHECKING:
     from mtb_report.results import Record
@@ -25,6 +26,8 @@ METRICS = {
     "checkpoint_time_ms": True,
     "mfu": False,
 }
+#: Above it an interval says next to nothing, and the distribution's tail is beyond what floats resolve.
+MOST_CONFIDENCE = 0.9999
 _GATE = re.compile(r"(slower|faster):(\d+(?:\.\d+)?)%")
 
 
@@ -51,7 +54,7 @@ _GATE = re.compile(r"(slower|faster):(\d+(?:\.\d+)?)%")
     "--confidence",
     default=0.98,
     show_default=True,
-    type=click.FloatRange(0.5, 1, min_open=True, max_open=True),
+    type=click.FloatRange(0.5, MOST_CONFIDENCE, min_open=True),
     metavar="X",
     help="Of the interval, and of the verdict.",
 )
@@ -73,8 +76,8 @@ def compare(a: str, b: str, measure: bool, **given: Any) -> int:
     Everything in which A and B are unlike is listed; other work (model, data, batch) is refused.
     """
     gate = _gate(given["fail_if"])
-    if given["output"] is not None and Path(given["output"]).is_dir():
-        raise ConfigError(f"--output {given['output']} is a folder; name a file.")
+    if given["output"] is not None:
+        check_output(given["output"])
     sides = _measured(a, b, given) if measure else _read(a, b, given)
     return _report(sides, paired=measure, gate=gate, given=given)
 
@@ -108,11 +111,20 @@ def _read(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list[Rec
 
 
 def _measured(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list[Record]]:
+    from mtb_report.sweep.shape import check_seconds  # noqa: PLC0415
     from mtb_report.training import ending_on_request  # noqa: PLC0415
 
-    from .interleaved import measure_pairs, read_settings  # noqa: PLC0415
+    from .interleaved import measure_pairs, read_settings, unlike_work  # noqa: PLC0415
 
+    if given["timeout_s"] is not None:
+        check_seconds("--timeout-s", given["timeout_s"])
     settings = read_settings(Path(a)), read_settings(Path(b))
+    unlike = unlike_work(*settings)
+    if unlike and not given["allow_unlike"]:
+        raise ConfigError(
+            f"{a} and {b} set other work, so that their times cannot be compared (A | B): {'; '.join(unlike)}. Compare "
+            "the same model and data, or say --allow-unlike."
+        )
     folder = Path(given["run_dir"] or f"runs/{datetime.now(UTC):%Y%m%dT%H%M%SZ}-compare")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--run-dir {folder} is not empty; name a new folder or remove this one.")
@@ -134,7 +146,7 @@ def _report(
     gate: tuple[str, float] | None,
     given: dict[str, Any],
 ) -> int:
-    from mtb_core import dumps, write_json  # noqa: PLC0415
+    from mtb_core import dumps  # noqa: PLC0415
 
     from .document import judge, make_document, show  # noqa: PLC0415
 
@@ -150,12 +162,12 @@ def _report(
     complaint = None if gate is None else judge(document, *gate)
     if gate is not None:
         document["gate"] = {"fail_if": gate[0], "percent": gate[1] * 100, "passed": complaint is None}
-    if given["output"] is not None:
-        write_json(given["output"], document)
     if given["as_json"]:
         click.echo(dumps(document, indent=2))
     elif not given["quiet"]:
         show(document)
+    if given["output"] is not None:
+        write_output(given["output"], document)
     if complaint is not None:
         raise CheckFailed(complaint)
     return 0

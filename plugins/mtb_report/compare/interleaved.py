@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mtb_core import ConfigError, RunFailed, load_config
 from mtb_report.results import Record
 from mtb_report.training import Attempt, train
+
+from .unlike import WORK_KEYS
 
 #: What a pair decides by itself.
 _OURS = ("run_dir", "output", "repeat")
@@ -31,6 +33,17 @@ def read_settings(file: Path) -> dict[str, Any]:
                 "without checkpoints. Take it out."
             )
     return {k: v for k, v in settings.items() if k not in _OURS}
+
+
+def unlike_work(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The settings that are other work in two configurations, before anything is measured, as "name: A | B".
+
+    The global batch is not among them: it may follow from ranks and strategy, and is compared in the results.
+    """
+    left, right = load_config(a), load_config(b)
+    names = [name for name in WORK_KEYS if hasattr(left, name) and name != "global_batch_size"]
+    pairs = {name: (getattr(left, name), getattr(right, name)) for name in names}
+    return [f"{name}: {x} | {y}" for name, (x, y) in pairs.items() if x != y and None not in (x, y)]
 
 
 def measure_pairs(

@@ -29,6 +29,11 @@ _SETTINGS = (
     "resolved_gradient_sync_mode", "activation_checkpointing", "steps", "warmup_steps", "max_grad_norm", "seed",
     "sink", "save_every", "async_save", "eval_every",
 )  # fmt: skip
+#: Of the configuration, what is recorded under another name above, or says only where and how often to measure.
+_ELSEWHERE = (
+    "strategy_opt", "nproc", "nnodes", "batch_size", "grad_accum_steps", "gradient_sync_mode", "run_dir", "output",
+    "config", "repeat", "formal", "debug",
+)  # fmt: skip
 _DEVICE = ("device", "device_name", "backend")
 _SOURCE = ("git_revision", "git_dirty", "git_diff_digest", "build_revision", "image_id")
 #: Of the environment, what a run sets for itself.
@@ -66,6 +71,11 @@ def differences(a: Record, b: Record) -> list[Difference]:
     for group, names in groups:
         for name in names:
             out += _unlike(group, name, _value(a, name), _value(b, name))
+    configs = [r.get("config") or {} for r in (a, b)]
+    if all(configs):  # older files have none: what one of two does not say at all is no difference
+        known = {*_ELSEWHERE, *(name for _, names in groups for name in names)}
+        for name in sorted({*configs[0], *configs[1]} - known):
+            out += _unlike(SETTING, name, configs[0].get(name), configs[1].get(name))
     for name in _SOURCE:
         out += _unlike(PLACE, name, a.provenance.get(name), b.provenance.get(name))
     for group, own in ((PLACE, False), (SETTING, True)):

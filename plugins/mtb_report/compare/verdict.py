@@ -23,6 +23,7 @@ from .student import quantile
 CONFIDENCE = 0.98
 #: With which probability an effect of the size that is called "would be seen" leads to a verdict.
 POWER = 0.8
+_MOST_EXPONENT = 700.0
 
 FASTER, SLOWER, NO_DIFFERENCE, UNDETERMINED = "faster", "slower", "no difference seen", "undetermined"
 
@@ -83,14 +84,19 @@ def compare_trials(
             "one trial of a side tells nothing of its spread, and the steps of one run are not independent of each "
             "other; use --repeat 3 or more, or compare --run"
         )
-        return Comparison(math.exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
+        return Comparison(_exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
     error, degrees = _paired(left, right) if paired else _welch(left, right)
     half = quantile((1 + confidence) / 2, degrees) * error
     low, high = effect - half, effect + half
     verdict = FASTER if low > 0 else SLOWER if high < 0 else NO_DIFFERENCE
-    seen_from = math.expm1(half + quantile(POWER, degrees) * error)
+    seen_from = _exp(half + quantile(POWER, degrees) * error) - 1
     note = None if error else "all trials of a side are equal: that is not how measurements look"
-    return Comparison(math.exp(effect), math.exp(low), math.exp(high), verdict, n, confidence, method, seen_from, note)
+    return Comparison(_exp(effect), _exp(low), _exp(high), verdict, n, confidence, method, seen_from, note)
+
+
+def _exp(x: float) -> float:
+    """e^x; the largest power that floats hold with ease where it is larger, as with two trials that are far apart."""
+    return math.exp(min(x, _MOST_EXPONENT))
 
 
 def _paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:

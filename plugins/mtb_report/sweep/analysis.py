@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .plan import group_of
+from .plan import group_of, in_file_order
 
 #: Said wherever efficiency is shown.
 EFFICIENCY = {
@@ -127,19 +127,24 @@ def _deviation(pairs: Sequence[tuple[float, float]]) -> float | None:
 def largest_that_fits(rows: Sequence[Mapping[str, Any]], axis: str) -> list[dict[str, Any]]:
     """For each group of rows that differ in `axis` alone: the largest value that succeeded, and the first that did not.
 
-    ``first_that_does_not`` is None where all that were tried fit: the largest is then at least that.
+    The file's list goes from small to large. ``first_that_does_not`` is None where all that were tried fit: the largest
+    is then at least that. ``failed`` names values that ended otherwise, by status: whether they fit is not known.
     """
+    order = in_file_order([row["labels"] for row in rows], axis)
     out = []
     for group in dict.fromkeys(group_of(row["labels"], axis) for row in rows):
-        members = sorted((r for r in rows if group_of(r["labels"], axis) == group), key=lambda r: r["labels"][axis])
-        fits = [r["labels"][axis] for r in members if r["status"] == "success"]
-        fails = [r["labels"][axis] for r in members if r["status"] == "oom"]
+        members = [row for row in rows if group_of(row["labels"], axis) == group]
+        members.sort(key=lambda row: order.index(row["labels"][axis]))
+        fits = [row["labels"][axis] for row in members if row["status"] == "success"]
+        fails = [row["labels"][axis] for row in members if row["status"] == "oom"]
+        others = [row for row in members if row["status"] not in ("success", "oom", None)]
         out.append(
             {
                 "labels": {k: v for k, v in members[0]["labels"].items() if k != axis},
                 "axis": axis,
-                "largest": max(fits, default=None),
-                "first_that_does_not": min(fails, default=None),
+                "largest": fits[-1] if fits else None,
+                "first_that_does_not": fails[0] if fails else None,
+                "failed": {str(row["labels"][axis]): row["status"] for row in others},
             }
         )
     return out

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mtb_core import ConfigError, RunFailed
+from mtb_report.output import check_output, write_output
 
 if TYPE_CHECKING:
     from .plan import SweepPlan
@@ -55,9 +56,11 @@ def sweep(file: str, size: str | None, dry_run: bool, **given: Any) -> int:
     import attrs  # noqa: PLC0415  (help needs none of it)
 
     from .plan import read_plan  # noqa: PLC0415
+    from .shape import check_seconds  # noqa: PLC0415
 
     plan = read_plan(file, size)
     if given["timeout_s"] is not None:
+        check_seconds("--timeout-s", given["timeout_s"])
         plan = attrs.evolve(plan, timeout_s=given["timeout_s"])
     if dry_run:
         return _show_plan(plan, as_json=given["as_json"])
@@ -66,7 +69,7 @@ def sweep(file: str, size: str | None, dry_run: bool, **given: Any) -> int:
 
 
 def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
-    from mtb_core import dumps, write_json  # noqa: PLC0415
+    from mtb_core import dumps  # noqa: PLC0415
     from mtb_report.training import ending_on_request  # noqa: PLC0415
 
     from .formal import check_formal, publish, staging_folder  # noqa: PLC0415
@@ -74,6 +77,8 @@ def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
     from .show import show  # noqa: PLC0415
 
     formal = given["formal"]
+    if given["output"] is not None:
+        check_output(given["output"])
     if formal:
         check_formal(plan, folder, sys.argv)
     place = staging_folder(folder) if formal else folder
@@ -86,12 +91,12 @@ def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
             formal=formal,
             on_progress=_silent if given["quiet"] else _tell,
         )
-    if given["output"] is not None:
-        write_json(given["output"], document)
     if given["as_json"]:
         click.echo(dumps(document, indent=2))
     else:
         show(document, place)
+    if given["output"] is not None:
+        write_output(given["output"], document)
     if formal:
         publish(plan, document, place, folder, sys.argv)
     failed = {name: n for name, n in document["counts"].items() if name not in _ANSWERS}

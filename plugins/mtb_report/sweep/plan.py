@@ -16,11 +16,8 @@ import attrs
 
 from mtb_core import ConfigError, load_config, nearest
 
-_KEYS = (
-    "name", "about", "scaling", "largest", "timeout_s", "seed", "base", "matrix", "sets", "exclude", "error_against",
-    "sizes",
-)  # fmt: skip
-_SCALING = ("strong", "weak")
+from .shape import check_shape
+
 #: What a cell decides by itself.
 _OURS = ("run_dir", "output", "config", "resume")
 _OPTION = "strategy_opt."
@@ -67,7 +64,8 @@ class SweepPlan:
     def in_order(self) -> list[Cell]:
         """The cells as they are run: at random, by the seed, so that a drift of the machine favours none.
 
-        Where the largest value is looked for, cells of one group follow each other from small to large.
+        Where the largest value is looked for, cells of one group follow each other in the order in which the file
+        lists the values.
         """
         shuffled = list(self.cells)
         random.Random(self.seed).shuffle(shuffled)  # noqa: S311  (an order, no secret)
@@ -75,12 +73,18 @@ class SweepPlan:
             return shuffled
         axis = self.largest
         groups = list(dict.fromkeys(group_of(cell.labels, axis) for cell in shuffled))
-        return sorted(shuffled, key=lambda c: (groups.index(group_of(c.labels, axis)), c.labels[axis]))
+        sizes = in_file_order([cell.labels for cell in self.cells], axis)
+        return sorted(shuffled, key=lambda c: (groups.index(group_of(c.labels, axis)), sizes.index(c.labels[axis])))
 
 
 def group_of(labels: Mapping[str, Any], *without: str | None) -> tuple[tuple[str, str], ...]:
     """What cells have in common that differ in the axes `without` only; it can be compared and hashed."""
     return tuple((name, json.dumps(value)) for name, value in labels.items() if name not in without)
+
+
+def in_file_order(labels: Sequence[Mapping[str, Any]], axis: str) -> list[Any]:
+    """The values of `axis`, as the file lists them; `labels` are those of all cells, in the order of the matrix."""
+    return list(dict.fromkeys(row[axis] for row in labels))
 
 
 def read_plan(path: str | Path, size: str | None = None) -> SweepPlan:
@@ -94,19 +98,18 @@ def read_plan(path: str | Path, size: str | None = None) -> SweepPlan:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"The sweep file {file} cannot be read as TOML: {error}.") from error
-    for key in values:
-        if key not in _KEYS:
-            raise ConfigError(f"{file} has the key {key!r}; valid: {', '.join(_KEYS)}.{nearest(key, _KEYS)}")
-    _check_types(file, values)
+    check_shape(file, values)
     chosen, extra = _size(file, values.get("sizes") or {}, size)
     base = {**(values.get("base") or {}), **(extra.get("base") or {})}
     matrix = {**(values.get("matrix") or {}), **(extra.get("matrix") or {})}
+    for row in values.get("exclude") or []:
+        _check_labels(file, "[[exclude]]", row, matrix)
     cells = list(_cells(file, base, matrix, values.get("sets") or {}, values.get("exclude") or []))
     if not matrix or not cells:
         raise ConfigError(f"{file} describes no cell: its [matrix] is empty, or [[exclude]] leaves nothing.")
     _check_axis(file, "largest", values.get("largest"), matrix)
-    for name in values.get("error_against") or {}:
-        _check_axis(file, "[error_against]", name, matrix)
+    _check_ascending(file, values.get("largest"), matrix)
+    _check_labels(file, "[error_against]", values.get("error_against") or {}, matrix)
     if values.get("scaling") is not None:
         _check_axis(file, "scaling, which needs the axis", "nproc", matrix)
     return SweepPlan(
@@ -122,24 +125,6 @@ def read_plan(path: str | Path, size: str | None = None) -> SweepPlan:
     )
 
 
-def _check_types(file: Path, values: Mapping[str, Any]) -> None:
-    wanted: dict[str, Any] = {
-        "name": str, "about": str, "scaling": str, "largest": str, "timeout_s": (int, float), "seed": int,
-        "base": dict, "matrix": dict, "sets": dict, "exclude": list, "error_against": dict, "sizes": dict,
-    }  # fmt: skip
-    for key, value in values.items():
-        if not isinstance(value, wanted[key]) or isinstance(value, bool):
-            raise ConfigError(f"{file} has {key} = {value!r}; it must be {_kind(wanted[key])}.")
-    if values.get("scaling") not in (None, *_SCALING):
-        raise ConfigError(f"{file} has scaling = {values['scaling']!r}; valid: {', '.join(_SCALING)}.")
-    if values.get("timeout_s") is not None and values["timeout_s"] <= 0:
-        raise ConfigError(f"{file} has timeout_s = {values['timeout_s']}; it must be above 0.")
-
-
-def _kind(wanted: Any) -> str:
-    return {str: "a text", int: "a whole number", dict: "a table", list: "a list of tables"}.get(wanted, "a number")
-
-
 def _size(file: Path, sizes: Mapping[str, Any], asked: str | None) -> tuple[str | None, Mapping[str, Any]]:
     if not sizes:
         if asked is not None:
@@ -148,15 +133,31 @@ def _size(file: Path, sizes: Mapping[str, Any], asked: str | None) -> tuple[str 
     chosen = asked if asked is not None else next(iter(sizes))
     if chosen not in sizes:
         raise ConfigError(f"--size is {chosen!r}; {file} has {', '.join(sizes)}.{nearest(chosen, sizes)}")
-    for key in sizes[chosen]:
-        if key not in ("base", "matrix"):
-            raise ConfigError(f"{file}: [sizes.{chosen}] has {key!r}; valid: base, matrix.")
     return chosen, sizes[chosen]
 
 
 def _check_axis(file: Path, where: str, name: str | None, matrix: Mapping[str, Any]) -> None:
     if name is not None and name not in matrix:
         raise ConfigError(f"{file}: {where} names {name!r}, which is no axis; the axes are {', '.join(matrix)}.")
+
+
+def _check_labels(file: Path, where: str, labels: Mapping[str, Any], matrix: Mapping[str, Any]) -> None:
+    """Labels that name cells must be axes and values of them: a slip would name none, and nobody would know."""
+    for name, value in labels.items():
+        _check_axis(file, where, name, matrix)
+        if value not in matrix[name]:
+            raise ConfigError(f"{file}: {where} {name} is {value!r}; the values of that axis are {matrix[name]}.")
+
+
+def _check_ascending(file: Path, axis: str | None, matrix: Mapping[str, Any]) -> None:
+    """The order of the file says what is larger; numbers must agree with it."""
+    values = matrix[axis] if axis is not None else []
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if len(numbers) == len(values) and sorted(set(numbers)) != values:
+        raise ConfigError(
+            f"{file}: largest = {axis!r} tries the values of that axis in their order, but {values} do not go from small "
+            "to large; sort them."
+        )
 
 
 def _cells(
@@ -166,9 +167,6 @@ def _cells(
     sets: Mapping[str, Any],
     exclude: Sequence[Mapping[str, Any]],
 ) -> Iterator[Cell]:
-    for name, values in matrix.items():
-        if not isinstance(values, list) or not values:
-            raise ConfigError(f"{file}: [matrix] {name} is {values!r}; it must be a list of values, not empty.")
     seen: set[str] = set()
     for combination in itertools.product(*matrix.values()):
         labels = dict(zip(matrix, combination, strict=True))

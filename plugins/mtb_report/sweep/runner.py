@@ -15,7 +15,7 @@ from mtb_report.results import FIGURES, Record, metrics_of, read_record
 from mtb_report.training import Attempt, train
 
 from .analysis import EFFICIENCY, add_efficiency, add_errors, largest_that_fits
-from .plan import Cell, SweepPlan, group_of
+from .plan import Cell, SweepPlan, group_of, in_file_order
 
 SCHEMA_VERSION = 1
 FILE = "sweep.json"
@@ -133,15 +133,16 @@ def _beyond(plan: SweepPlan, cell: Cell, rows: dict[str, dict[str, Any]]) -> dic
     if plan.largest is None:
         return None
     group = group_of(cell.labels, plan.largest)
-    smaller = [
-        row["labels"][plan.largest]
+    order = in_file_order([other.labels for other in plan.cells], plan.largest)
+    too_large = [
+        order.index(row["labels"][plan.largest])
         for row in rows.values()
         if row["status"] == "oom" and group_of(row["labels"], plan.largest) == group
     ]
-    if not smaller or cell.labels[plan.largest] < min(smaller):
+    if not too_large or order.index(cell.labels[plan.largest]) < min(too_large):
         return None
     row = _empty_row(cell)
-    row["reason"] = f"not tried: {plan.largest} = {min(smaller)} ran out of memory"
+    row["reason"] = f"not tried: {plan.largest} = {order[min(too_large)]} ran out of memory"
     return row
 
 

@@ -81,7 +81,8 @@ def _largest(found: Mapping[str, Any]) -> str:
     limit = found["first_that_does_not"]
     where = "".join(f" {name}={value}" for name, value in found["labels"].items())
     end = "none that was tried is too large" if limit is None else f"{limit} is too large"
-    return f"Largest {found['axis']} that fits{where}: {found['largest']} ({end})"
+    others = "".join(f"; {value}: {status}, not known whether it fits" for value, status in found["failed"].items())
+    return f"Largest {found['axis']} that fits{where}: {found['largest']} ({end}{others})"
 
 
 def _number(value: float | None, form: str) -> str:

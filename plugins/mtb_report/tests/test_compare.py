@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import random
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from mtb_core import CheckFailed, ConfigError
+from mtb_core import CheckFailed, ConfigError, RunFailed
 from mtb_report.compare.command import compare
 from mtb_report.compare.document import make_document
 from mtb_report.compare.student import cdf, quantile
@@ -185,6 +186,8 @@ def test_document(tmp_path: Path) -> None:
         ({"provenance": {"git_revision": "x"}}, "git_revision", "place"),
         ({"plugins": [{"name": "ddp", "version": "2"}]}, "plugins.ddp", "place"),
         ({"strategy_options": {"bucket_cap_mb": 1}}, "strategy_options", "setting"),
+        ({"config": {"model": "gpt", "d_model": 16, "learning_rate": 0.5}}, "learning_rate", "setting"),
+        ({"config": {"model": "gpt", "d_model": 16, "a_setting_of_tomorrow": 1}}, "a_setting_of_tomorrow", "setting"),
     ],
 )
 def test_each_difference_is_listed(tmp_path: Path, change: dict[str, Any], name: str, group: str) -> None:
@@ -285,6 +288,54 @@ def test_older_files_are_compared(tmp_path: Path) -> None:
     older.write_text(json.dumps({"benchmark": "training", "strategy": "ddp", "world_size": 2, "repeats": rows}))
     got = document(str(older), result(tmp_path / "b.json", [10.0, 10.1, 9.9]))
     assert got["verdict"] == "faster"
+
+
+def test_wide_intervals_stay_numbers(tmp_path: Path) -> None:
+    """Two trials far apart at the highest confidence give finite bounds; a higher one is refused."""
+    a = result(tmp_path / "a.json", [1.0, 1000.0])
+    got = document(a, a, "--confidence", "0.9999")
+    assert all(math.isfinite(x) for x in got["ratio_interval"])
+    assert math.isfinite(got["seen_from_percent"])
+    assert invoke(a, a, "--confidence", "0.99999").exception is not None
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing could be trained: what is refused is refused before."""
+
+    def train(*_words: Any, **_more: Any) -> None:
+        raise AssertionError("a training was started")
+
+    monkeypatch.setattr("mtb_report.compare.interleaved.train", train)
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize("words", [("--output", "file/x.json"), ("--output", "."), ("--timeout-s", "nan"), ()])
+def test_what_must_fail_fails_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """A file that cannot be written, a time that is none, and configurations of other work."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "a.toml").write_text("d_model = 16\n")
+    (tmp_path / "b.toml").write_text("d_model = 32\n" if not words else "d_model = 16\n")
+    done = invoke("--run", "a.toml", "b.toml", *words)
+    assert isinstance(done.exception, ConfigError), done.exception
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failed_write_loses_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is shown first; that the file could not be written is one paragraph."""
+
+    def full(*_words: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mtb_core.write_json", full)
+    a = result(tmp_path / "a.json", [10.0, 10.1])
+    done = invoke(a, a, "--json", "--output", str(tmp_path / "out.json"))
+    assert isinstance(done.exception, RunFailed)
+    assert "No space left" in str(done.exception)
+    assert json.loads(done.stdout)["verdict"] == "no difference seen"
 
 
 @pytest.mark.timeout(240)

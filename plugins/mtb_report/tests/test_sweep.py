@@ -113,6 +113,24 @@ def test_other_settings_are_other_cells(tmp_path: Path) -> None:
         ("timeout_s = 0\n[matrix]\nsteps = [1]", "above 0"),
         ("[sets.k.a]\n[matrix]\nk = ['b']", "sets.k.b"),
         ("[sizes.small.bse]\n[matrix]\nsteps = [1]", "bse"),
+        ("[matrix]\nseed = [2020-01-01]", "each value must be"),
+        ("[matrix]\nseed = [nan]", "each value must be"),
+        ("[matrix]\nk = [['a']]\n[sets.k.a]\nsteps = 1", "each value must be"),
+        ("[matrix]\nk = ['a']\n[sets.k]\na = 3", r"\[sets.k.a\] is 3"),
+        ("[matrix]\nk = ['a']\n[sets]\nk = 3", r"\[sets.k\] is 3"),
+        ("[matrix]\nsteps = [1]\n[sizes]\nsmall = 3", r"\[sizes.small\] is 3"),
+        ("[matrix]\nsteps = [1]\n[sizes.small]\nbase = 3", r"\[sizes.small.base\] is 3"),
+        ("[base]\nstrategy_opt = 3\n[matrix]\nsteps = [1]", "strategy_opt is 3"),
+        ("exclude = [1]\n[matrix]\nsteps = [1]", r"\[\[exclude\]\] is 1"),
+        ("name = 'a/../../b'\n[matrix]\nsteps = [1]", "names a folder"),
+        ("name = '..'\n[matrix]\nsteps = [1]", "names a folder"),
+        ("[sizes.'a/b'.base]\n[matrix]\nsteps = [1]", "names a folder"),
+        ("timeout_s = nan\n[matrix]\nsteps = [1]", "finite"),
+        ("timeout_s = inf\n[matrix]\nsteps = [1]", "finite"),
+        ("[[exclude]]\nstep = 1\n[matrix]\nsteps = [1, 2]", "no axis"),
+        ("[[exclude]]\nsteps = 3\n[matrix]\nsteps = [1, 2]", "values of that axis"),
+        ("[error_against]\nprecision = 'fp23'\n[matrix]\nprecision = ['fp32', 'bf16']", "values of that axis"),
+        ("largest = 'steps'\n[matrix]\nsteps = [4, 2]", "small to large"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, text: str, words: str) -> None:
@@ -290,7 +308,7 @@ def test_another_sweep_in_the_folder_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_the_largest_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are tried from below in each group, none above the first that does not fit."""
-    text = f"largest = 'seed'\n{TINY}[matrix]\nweight_decay = [0.0, 0.1]\nseed = [4, 1, 2, 8]\n"
+    text = f"largest = 'seed'\n{TINY}[matrix]\nweight_decay = [0.0, 0.1]\nseed = [1, 2, 4, 8]\n"
     trainings = Trainings({4: "oom"})
     got = run(tmp_path, text, trainings, monkeypatch)
     assert trainings.asked == [1, 2, 4, 1, 2, 4]
@@ -299,6 +317,17 @@ def test_the_largest_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [row["labels"]["seed"] for row in skipped] == [8, 8]
     assert "seed = 4 ran out of memory" in skipped[0]["reason"]
     assert got["counts"] == {"success": 4, "oom": 2, "not_run": 2}
+
+
+def test_the_files_order_says_what_is_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names too are tried as listed; one that failed otherwise is named, and is no limit."""
+    sets = "".join(f"[sets.kind.{name}]\nseed = {seed}\n" for seed, name in enumerate(("small", "big", "most", "all")))
+    text = f"largest = 'kind'\n{TINY}[matrix]\nkind = ['small', 'big', 'most', 'all']\n{sets}"
+    trainings = Trainings({1: "failed", 2: "oom"})
+    got = run(tmp_path, text, trainings, monkeypatch)
+    assert trainings.asked == [0, 1, 2]
+    (found,) = got["largest_that_fits"]
+    assert (found["largest"], found["first_that_does_not"], found["failed"]) == ("small", "most", {"big": "failed"})
 
 
 def test_progress_knows_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,6 +511,25 @@ def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals, 
     assert process.wait() == code
     assert json.loads((tmp_path / "out" / "sweep.json").read_text())["counts"] == {"not_run": 1}
     assert not _processes_with(cell.name)
+
+
+@pytest.mark.timeout(240)
+def test_a_sweep_that_is_killed_leaves_no_training(tmp_path: Path) -> None:
+    """SIGKILL leaves it no time to stop anything; the training and its ranks end all the same."""
+    text = f"name = 's'\n{TINY}[matrix]\nsteps = [100000000]\nnproc = [2]\nstrategy = ['ddp']\n"
+    (tmp_path / "s.toml").write_text(text.replace("steps = 2\n", ""))
+    words = [sys.executable, "-m", "mtb_core", "sweep", "s.toml", "--run-dir", "out"]
+    process = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob("out/cells/*/run/metrics/*.jsonl")):
+        assert process.poll() is None
+        os.sched_yield()
+        time.sleep(0.05)
+    (cell,) = (tmp_path / "out" / "cells").iterdir()
+    assert _processes_with(cell.name)
+    process.kill()
+    process.wait()
+    while _processes_with(cell.name):  # the test's time limit ends it where they stay
+        time.sleep(0.05)
 
 
 def _processes_with(word: str) -> list[str]:
