@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from mtb_core import ConfigError, Layout, Plan, StrategyInfo, World, hookimpl, option
+from mtb_core import ConfigError, Layout, Plan, StrategyInfo, SyncMode, World, hookimpl, option
 
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
@@ -49,18 +49,24 @@ def plan(options: DDPOptions, config: TrainConfig, world: World) -> Plan:
             "strategy 'ddp' has both static_graph and find_unused_parameters set; a static graph copes with unused "
             "parameters already: set one of them."
         )
-    if options.comm_hook != "none" and config.gradient_sync_mode == "every" and (config.grad_accum_steps or 1) > 1:
+    every = config.gradient_sync_mode == "every" or options.static_graph
+    if options.comm_hook != "none" and every and (config.grad_accum_steps or 1) > 1:
         raise ConfigError(
             f"strategy 'ddp' compresses gradients with comm_hook={options.comm_hook}, and --gradient-sync-mode every "
-            "would compress the sum of earlier micro-batches again each time; valid: auto, last."
+            "(which static_graph implies) would compress the sum of earlier micro-batches again each time; valid: auto, "
+            "last."
         )
     if options.comm_hook == "powersgd" and options.static_graph:
         raise ConfigError("strategy 'ddp' cannot combine comm_hook=powersgd with static_graph; drop one of them.")
+    modes: tuple[SyncMode, ...] = ("every", "last")
+    if options.static_graph:  # it is recorded in the first backward and must see every one of a step synchronised
+        modes = ("every",)
+    elif options.comm_hook != "none":
+        modes = ("last",)
     reduce_dtype = {"none": "fp32", "powersgd": "fp32"}.get(options.comm_hook, options.comm_hook)
     return Plan(
         Layout((("dp", world.size),)),
-        # A static graph is recorded in the first backward and must see every one of a step synchronised.
-        sync_modes=("every",) if options.static_graph else ("every", "last"),
+        sync_modes=modes,
         auto_sync="every" if options.static_graph else "last",
         exact=options.comm_hook == "none",
         reduce_dtype=reduce_dtype,

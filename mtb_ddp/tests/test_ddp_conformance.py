@@ -34,4 +34,4 @@ class TestStaticGraph(StrategyConformance):
 class TestCompressed(StrategyConformance):
     strategy = "ddp"
     options = {"comm_hook": "bf16"}
-    capabilities = Capabilities(exact=False, sync_modes=("every", "last"))
+    capabilities = Capabilities(exact=False, sync_modes=("last",))

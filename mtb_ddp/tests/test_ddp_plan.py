@@ -41,6 +41,7 @@ def test_unused_parameters_are_allowed_where_ddp_copes(option: str):
         ({"static_graph": True, "find_unused_parameters": True}, {}, "set one of them"),
         ({"comm_hook": "powersgd", "static_graph": True}, {}, "drop one of them"),
         ({"comm_hook": "bf16"}, {"gradient_sync_mode": "every", "grad_accum_steps": 2}, "valid: auto, last"),
+        ({"comm_hook": "bf16", "static_graph": True}, {"grad_accum_steps": 2}, "valid: auto, last"),
         ({"comm_hook": "bf61"}, {}, "Did you mean 'bf16'"),
         ({"bucket_cap_mb": 0}, {}, "at least 1"),
         ({"bucket_cap": 1}, {}, "Did you mean 'bucket_cap_mb'"),
