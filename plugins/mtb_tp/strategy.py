@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from mtb_core import ConfigError, Job, MicroBatch, Prepared, Shards, State, Strategy
-from mtb_tp.buffers import BufferSync, broadcast_buffers
+from mtb_core import ConfigError, Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
+from mtb_tp.buffers import BufferSync
 from mtb_tp.dropout import SharedMasks, share_dropout
 from mtb_tp.plugin import TPOptions, check_vocabulary
 from mtb_tp.replicas import Replicas

@@ -10,8 +10,7 @@ import pytest
 import torch
 from tp_states import TINY, trained, whole
 
-from mtb_core import RankContext, TrainConfig, run, run_ranks
-from mtb_tp.buffers import broadcast_buffers
+from mtb_core import RankContext, TrainConfig, broadcast_buffers, run, run_ranks
 
 MODELS = Path(__file__).parent / "tp_models.py"
 
