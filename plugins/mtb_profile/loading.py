@@ -169,7 +169,6 @@ class _Collector:
         self.threads: dict[tuple[Any, Any], int] = {}
         self.names: dict[int, str] = {}
         self.first, self.last = 1 << 62, -(1 << 62)
-        self.least, self.most = 0, 0
         self.devices: set[Any] = set()
 
     def add(self, events: Iterable[Event]) -> None:
@@ -192,7 +191,6 @@ class _Collector:
 
     def _add_range(self, event: Event, start: int, duration: int) -> None:
         category, end = event.cat, start + duration
-        self.least, self.most = min(self.least, start), max(self.most, end)
         args = event.args or _NO_ARGS
         name = event.name if isinstance(event.name, str) else str(event.name)
         if category in kinds.OPERATOR_CATEGORIES:
@@ -239,10 +237,9 @@ class _Collector:
         info = info if isinstance(info, dict) else {}
         base = head.get("baseTimeNanoseconds")
         base = base if isinstance(base, int) else 0
-        if not (-TIME_LIMIT_NS <= self.least + base and self.most + base <= TIME_LIMIT_NS):
-            raise UnusableError(
-                f"its times, from {self.least} to {self.most} ns after {base} ns, reach over more than 95 years from 0"
-            )
+        least, most = self._extent()
+        if not (-TIME_LIMIT_NS <= least + base and most + base <= TIME_LIMIT_NS):
+            raise UnusableError(f"its times, {least} to {most} ns after {base} ns, are further than 95 years from 0")
         on_device = len(self.device.start) > 0
         world_size = number_of_ranks(info.get("world_size"))
         unnamed = unnamed_group(info, world_size)
@@ -268,6 +265,15 @@ class _Collector:
             launch_linked=not on_device or bool((work.launch >= 0).any()),
         )
         return shifted(trace, base) if base else trace
+
+    def _extent(self) -> tuple[int, int]:
+        """The earliest and the latest of all times; 0 is always between them."""
+        starts = [self.device.start, self.operators.start, self.launches.values()]
+        ends = [self.device.end, self.operators.end, self.launches.values()]
+        named: list[Annotation | _Communication] = [*self.annotations, *self.gloo]
+        least = min(min(times, default=0) for times in (*starts, [item.start for item in named]))
+        most = max(max(times, default=0) for times in (*ends, [item.end for item in named]))
+        return min(least, 0), max(most, 0)
 
     def _device_table(self) -> Table:
         columns, launches = self.device, self.launches

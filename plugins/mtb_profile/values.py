@@ -19,11 +19,16 @@ def nanoseconds(microseconds: Decimal) -> int:
     """Whole nanoseconds.
 
     Raises:
-        UnusableError: it is no number, or of an order beyond `TIME_LIMIT_NS`.
+        UnusableError: it is no number, or beyond `TIME_LIMIT_NS`.
     """
-    if microseconds.is_finite() and microseconds.adjusted() <= _TIME_DIGITS:
-        return int((microseconds * 1000).to_integral_value())
-    raise UnusableError(f"{microseconds} is no time in microseconds")
+    if microseconds.adjusted() <= _TIME_DIGITS:  # whole numbers of more digits take long to make
+        try:
+            found = int((microseconds * 1000).to_integral_value())
+        except (ValueError, ArithmeticError):  # not a number, or infinite
+            found = TIME_LIMIT_NS + 1
+        if -TIME_LIMIT_NS <= found <= TIME_LIMIT_NS:
+            return found
+    raise UnusableError(f"{microseconds} is no time in microseconds, or further than 95 years from 0")
 
 
 def identifier(value: Any) -> int:
