@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 CPU = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -19,6 +20,18 @@ def read(path: str | Path) -> str | None:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def cpu_quota(root: Path = _CGROUP) -> float | None:
+    """How many cores' time this container may use (cgroup v2 ``cpu.max``, v1 ``cfs_quota_us``); None without a limit."""
+    whole = (read(root / "cpu.max") or "").split()
+    if len(whole) != 2:
+        whole = [(read(root / "cpu" / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
+    try:
+        quota, period = map(int, whole)
+    except ValueError:  # "max", or not told
+        return None
+    return quota / period if quota > 0 and period > 0 else None
 
 
 def numa_nodes() -> int | None:

@@ -17,7 +17,7 @@ import attrs
 from mtb_core.ranks.worker import available_cores
 
 from .environment import same_revision
-from .machine import CPU, nvidia_smi, read
+from .machine import CPU, cpu_quota, nvidia_smi, read
 
 #: Fewer measured steps of a trial than this say little.
 LEAST_STEPS = 10
@@ -39,7 +39,18 @@ _DEBUG_FLAGS = {
     "PYTHONMALLOC": ("", "pymalloc", "malloc"),
     "TORCH_SHOW_DISPATCH_TRACE": ("0", ""),
     "MALLOC_CHECK_": ("", "0"),
+    "CUBLAS_LOGINFO_DBG": ("", "0"),
+    "CUDNN_LOGLEVEL_DBG": ("", "0"),
+    "PYTHONASYNCIODEBUG": ("",),
+    "PYTHONTRACEMALLOC": ("", "0"),
+    "PYTORCH_JIT_LOG_LEVEL": ("",),
+    "TORCH_COMPILE_DEBUG": ("", "0"),
+    "TORCH_CPP_LOG_LEVEL": ("", "WARNING", "ERROR", "FATAL"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("", "0"),
+    "TORCH_USE_CUDA_DSA": ("", "0"),
 }
+#: Libraries that watch every access to memory.
+_SANITIZERS = ("libasan", "libtsan", "libubsan", "libmsan", "valgrind")
 _THROTTLE = "clocks_throttle_reasons"
 _THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown")
 
@@ -88,7 +99,7 @@ class RankUse:
     """What one rank hands over at the end: when it started and ended, and what it knows of its machine.
 
     Attributes:
-        cores, machine_cores: those that it may use, and all.
+        cores, machine_cores: those that it may use, by affinity and a container's quota, and all.
         threads: with which torch computes on it.
         notes: what disturbs it, in words, debug flags above all.
     """
@@ -128,6 +139,9 @@ def _disturbances(found: Mapping[str, Any]) -> list[str]:
     load = found["load_average_start"]
     if load is not None and load > BUSY_LOAD * cores:
         out.append(f"the machine was loaded before: load average {load:.1f} on {cores} cores")
+    load = found["load_average_end"]
+    if load is not None and load > (BUSY_LOAD + 1) * cores:  # our own ranks fill the cores once at most
+        out.append(f"the machine was loaded at the end: load average {load:.1f} on {cores} cores")
     others = found["other_cpu_share"]
     if others is not None and others > OTHERS_SHARE:
         out.append(f"other processes used {others:.0%} of the machine's cores meanwhile")
@@ -153,7 +167,11 @@ def _settings(ranks: Sequence[RankUse], device: str) -> list[str]:
 def _uncertainty(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     out = []
     fewest = min((row["steps"] for row in trials), default=0)
-    if 0 < fewest < LEAST_STEPS:
+    if fewest == 0:
+        out.append(
+            "no step was measured" if not any(row["steps"] for row in trials) else "a trial has no measured step"
+        )
+    elif fewest < LEAST_STEPS:
         out.append(f"only {fewest} measured steps in a trial, fewer than {LEAST_STEPS}")
     ratios = [
         row["step_time_p95_ms"] / row["step_time_p50_ms"]
@@ -172,6 +190,10 @@ def debug_flags(environ: Mapping[str, str] = os.environ) -> list[str]:
         for name, harmless in _DEBUG_FLAGS.items()
         if name in environ and environ[name].upper() not in {value.upper() for value in harmless}
     ]
+    out += [f"{word} is loaded by LD_PRELOAD" for word in _SANITIZERS if word in environ.get("LD_PRELOAD", "")]
+    logs = re.split(r"[,\s]+", environ.get("TORCH_LOGS", ""))
+    if any(word.startswith("+") for word in logs):
+        out.append(f"TORCH_LOGS={','.join(logs)} is set")
     torch = sys.modules.get("torch")
     if torch is not None and torch.is_anomaly_enabled():
         out.append("torch's anomaly detection is on")
@@ -289,6 +311,11 @@ def _worst(values: Sequence[Any]) -> Any:
     return max(known) if known else None
 
 
+def usable_cores(allowed: int, quota: float | None) -> int:
+    """Whole cores that may be used all the time: of those `allowed`, as many as a `quota` of CPU time pays for."""
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
 def own_use(local_rank: int, start: Sample, device: str, local_size: int) -> RankUse:
     """What this rank hands over, taken now."""
     import torch  # noqa: PLC0415  (a run has it loaded already)
@@ -297,5 +324,11 @@ def own_use(local_rank: int, start: Sample, device: str, local_size: int) -> Ran
     if device.startswith("cuda") and local_rank == 0:
         notes += gpu_disturbances(local_size)
     return RankUse(
-        local_rank, start, Sample.take(), available_cores(), os.cpu_count() or 1, torch.get_num_threads(), tuple(notes)
+        local_rank,
+        start,
+        Sample.take(),
+        usable_cores(available_cores(), cpu_quota()),
+        os.cpu_count() or 1,
+        torch.get_num_threads(),
+        tuple(notes),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mtb_core.measure import machine
@@ -52,3 +54,22 @@ def test_governors_that_differ(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
         assert machine.governor() == ("performance" if core else None)
         (folder / "scaling_governor").write_text(name + "\n")
     assert machine.governor() == "mixed"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.max": "odd"}, None),
+        ({}, None),
+    ],
+)
+def test_a_containers_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    """Both versions of cgroups, with and without a limit; what is not told is no limit."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert machine.cpu_quota(tmp_path) == quota

@@ -20,6 +20,7 @@ from mtb_core.measure.validity import (
     invalid_reasons,
     own_use,
     throttle_notes,
+    usable_cores,
 )
 
 START = Sample(at_s=100.0, load_average=0.5, busy_s=1000.0, total_s=9000.0, steal_s=5.0, own_s=1.0, throttled=3)
@@ -56,6 +57,7 @@ def test_a_quiet_machine_has_no_reasons() -> None:
     ("uses", "words"),
     [
         (ranks(start={"load_average": 7.0}), "load average 7.0 on 4 cores"),
+        (ranks(end={"load_average": 10.5}), "at the end: load average 10.5 on 4 cores"),
         (ranks(end={"busy_s": 1030.0}), "other processes used 25%"),
         (ranks(end={"steal_s": 7.0}), "hypervisor took 5%"),
         (ranks(end={"throttled": 5}), "because of heat 2 times"),
@@ -73,6 +75,7 @@ def test_each_disturbance_is_named(uses: list[RankUse], words: str) -> None:
     ("change", "words"),
     [
         ({"steps": 9}, "only 9 measured steps"),
+        ({"steps": 0}, "a trial has no measured step"),
         ({"step_time_p95_ms": 15.5}, "p95 is 1.55 times p50"),
     ],
 )
@@ -116,6 +119,36 @@ def test_debug_flags() -> None:
     assert debug_flags({"NCCL_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "off"}) == ([])
     found = debug_flags({"NCCL_DEBUG": "TRACE", "CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "TORCH_NCCL_BLOCKING_WAIT=1", "PYTHONTRACEMALLOC=25", "TORCH_USE_CUDA_DSA=1", "TORCH_COMPILE_DEBUG=1",
+        "TORCH_LOGS=dynamo,+aot", "LD_PRELOAD=/usr/lib/libasan.so.8", "TORCH_CPP_LOG_LEVEL=INFO",
+        "CUBLAS_LOGINFO_DBG=1", "CUDNN_LOGLEVEL_DBG=3", "PYTHONASYNCIODEBUG=1",
+    ],
+)  # fmt: skip
+def test_each_debug_flag_is_named(flag: str) -> None:
+    """One reason for each; switched off or quiet, none."""
+    name, _, value = flag.partition("=")
+    assert len(debug_flags({name: value})) == 1
+    quiet = {"TORCH_LOGS": "recompiles", "LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}
+    assert debug_flags({name: quiet.get(name, "")}) == []
+
+
+@pytest.mark.parametrize("trials", [[], [{"steps": 0}]])
+def test_without_a_measured_step_nothing_is_valid(trials: list[dict[str, Any]]) -> None:
+    """A run that ended before its first measured step has no times to compare."""
+    assert reasons(ranks(), trials) == ["no step was measured"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "cores"), [(4, None, 4), (4, 1.5, 1), (4, 0.5, 1), (4, 16.0, 4), (4, 2.0, 2)]
+)
+def test_a_containers_quota_limits_the_cores(allowed: int, quota: float | None, cores: int) -> None:
+    """Cores that a container sees but may not use all the time do not count."""
+    assert usable_cores(allowed, quota) == cores
 
 
 def test_a_profiler_is_seen() -> None:

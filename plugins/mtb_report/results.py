@@ -120,7 +120,7 @@ def read_record(path: str | Path) -> Record:
     try:
         data = file.read_bytes()
         raw = json.loads(data, parse_constant=_refuse_constant)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} cannot be read as JSON: {error}. Give a result that `mtb` wrote, or a run's folder."
         ) from error
@@ -129,7 +129,40 @@ def read_record(path: str | Path) -> Record:
             f"{file} is no result: it has no key 'benchmark' at its top. Give a result.json, what --output of an `mtb` "
             "command wrote, or a run's folder."
         )
-    return record_of(raw, path=file, digest=hashlib.sha256(data).hexdigest())
+    _check_forms(file, raw)
+    try:
+        return record_of(raw, path=file, digest=hashlib.sha256(data).hexdigest())
+    except (TypeError, AttributeError, ValueError, LookupError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{file} is a broken result of kind {raw['benchmark']!r}: a value in it has a form that it cannot have "
+            f"({error}). Measure it again, or take it away."
+        ) from error
+
+
+_FORMS: dict[type, tuple[str, ...]] = {
+    dict: ("environment", "provenance", "summary", "config", "strategy_options", "failure", "model_config"),
+    list: ("repeats", "performance_invalid_reasons", "plugins"),
+}
+
+
+def _check_forms(file: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse tables and lists that are none, wherever a reader relies on them."""
+    for form, names in _FORMS.items():
+        for name in names:
+            value = raw.get(name)
+            if value is not None and not isinstance(value, form):
+                _refuse(file, name, value, "a table" if form is dict else "a list")
+    for name in ("repeats", "summary"):
+        rows = raw.get(name) or ()
+        for row in rows.values() if isinstance(rows, dict) else rows:
+            if not isinstance(row, dict):
+                _refuse(file, f"{name}: a row of it", row, "a table")
+
+
+def _refuse(file: Path, name: str, value: Any, form: str) -> None:
+    raise ConfigError(
+        f"{file} is a broken result: {name} is {str(value)[:60]!r}, but must be {form}. Measure it again, or take it away."
+    )
 
 
 def record_of(raw: Mapping[str, Any], *, path: Path, digest: str) -> Record:

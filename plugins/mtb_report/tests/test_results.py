@@ -206,3 +206,35 @@ def test_metrics_of_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "rank_00001.jsonl").write_text('{"loss": 1}\n{"loss": 2}\n{"lo')
     assert metrics_of(read_record(result)) == {1: [{"loss": 1}, {"loss": 2}]}
+
+
+_BROKEN = (
+    {"repeats": 3}, {"repeats": [1]}, {"summary": []}, {"summary": {"loss": 3}}, {"environment": "x"},
+    {"provenance": [1]}, {"performance_invalid_reasons": 3}, {"status": {"a": 1}}, {"config": 3},
+    {"strategy_options": [1]}, {"plugins": 3},
+)  # fmt: skip
+_BROKEN_OLDER = (
+    {"environment": {"gpu": "x", "gpu_count": "many"}}, {"results": [3], "benchmark": "communication"},
+    {"results": [{"world_size": "x", "operation": "all_reduce"}], "benchmark": "communication"},
+    {"repeats": [{"loss": "x"}, {"loss": "y"}], "summary": {"loss": {"std": 1}}}, {"trials": 3, "benchmark": "megatron"},
+    {"records": 3, "benchmark": "megatron_matrix"}, {"failure_handling": 3, "benchmark": "fault_tolerance"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", [*({"schema_version": 1, **b} for b in _BROKEN), *_BROKEN, *_BROKEN_OLDER], ids=str)
+def test_a_value_of_a_form_that_it_cannot_have(tmp_path: Path, broken: dict[str, Any]) -> None:
+    """It is refused in words; where others are looked for too, it is listed and they are read."""
+    file = write(tmp_path / "a.json", **{"benchmark": "training", **broken})
+    write(tmp_path / "b.json", schema_version=1, benchmark="training")
+    with pytest.raises(ConfigError, match="broken result"):
+        read_record(file)
+    found = find_records([tmp_path])
+    assert [path.name for path, _ in found.unreadable] == ["a.json"]
+    assert [record.path.name for record in found.records] == ["b.json"]
+
+
+def test_too_deep_a_file_is_refused(tmp_path: Path) -> None:
+    """Not by a traceback."""
+    (tmp_path / "a.json").write_text("[" * 100000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_record(tmp_path / "a.json")
