@@ -4,6 +4,8 @@ import itertools
 import textwrap
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 _numbers = itertools.count()
 
@@ -45,3 +47,8 @@ def mtb_strategies():
 def strategy_body():
     """``strategy_body(name)``: source of a plugin module that provides the strategy `name`."""
     return lambda name, impl="nowhere:Strategy": STRATEGY.format(name=name, impl=impl)
+
+
+# How fast a machine is that others use as well is no property of the code.
+hypothesis_settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.load_profile("any machine")
