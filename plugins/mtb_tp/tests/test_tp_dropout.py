@@ -88,9 +88,7 @@ def test_masks(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in ("2x1", "2x2-fsdp") else pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "2x1" else pytest.mark.slow) for c in CASES])
 def test_replicas_stay_equal_and_checkpointing_changes_nothing(case: str, tmp_path: Path) -> None:
     """With dropout, replicas agree to the bit; so do losses and weights with activation checkpointing and without."""
     nproc, options = CASES[case]

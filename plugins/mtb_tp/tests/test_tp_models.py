@@ -30,7 +30,7 @@ MODELS = Path(__file__).parent / "tp_models.py"
     [
         pytest.param({"tp": 2}, marks=pytest.mark.slow),
         {"tp": 2, "sequence_parallel": True, "vocab_parallel_loss": True},
-        {"tp": 2, "data_parallel": "fsdp", "sequence_parallel": True},
+        pytest.param({"tp": 2, "data_parallel": "fsdp", "sequence_parallel": True}, marks=pytest.mark.slow),
     ],
     ids=["ddp", "all", "fsdp-sequence"],
 )
