@@ -97,7 +97,9 @@ class Inquiry:
                     open_questions.add(store.get(f"{self._prefix}question/{index}").decode())
                 seen = asked
                 open_questions -= self._mine
-                has = self._has()
+                # Only where there is something to answer: whoever holds the owner when a trial ends would free its
+                # parameters on this thread, while the process group is being destroyed.
+                has = self._has() if open_questions else None
                 for question in [q for q in open_questions if has is not None and has(*_split(q))]:
                     store.add(f"{self._prefix}having/{question}", 1)
                     open_questions.discard(question)
