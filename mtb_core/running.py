@@ -54,7 +54,7 @@ def run(
     external = external_launcher() is not None
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
     planned = plan_run(config, registry, world)
-    check_output(config)
+    check_output(config.output)
     if config.formal:
         _check_formal()
     check_network(config)

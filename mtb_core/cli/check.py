@@ -10,17 +10,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from mtb_core.api.errors import EXIT_CHECK_FAILED, EXIT_OK, ConfigError
+from mtb_core.api.errors import EXIT_CHECK_FAILED, EXIT_OK, ConfigError, RunFailed
 from mtb_core.registry.discovery import discover, warn_failed
 
 from .options import key_values
 from .root import warn
 
 if TYPE_CHECKING:
+    from mtb_core.testing.certificate import Certificate
     from mtb_core.testing.checking import Outcome
 
 
@@ -46,6 +47,9 @@ def check(
     if debug_rank is not None and not 0 <= debug_rank < max(nproc or (3,)):
         raise ConfigError(f"--debug-rank is {debug_rank}; there are ranks 0 to {max(nproc or (3,)) - 1}.")
 
+    from mtb_core.train.planning import check_output  # noqa: PLC0415
+
+    check_output(output)
     from mtb_core.testing import checking  # noqa: PLC0415  (imports torch; the help must not)
     from mtb_core.testing.certificate import Certificate  # noqa: PLC0415
     from mtb_core.testing.debugging import Terminal  # noqa: PLC0415
@@ -106,18 +110,22 @@ def _report(outcome: Outcome, number: int, total: int) -> None:
         click.echo(outcome.text, err=True)
 
 
-def _show(certificate: Any, as_json: bool, output: str | None) -> None:
+def _show(certificate: Certificate, as_json: bool, output: str | None) -> None:
+    """The certificate on stdout first: a file that cannot be written by now must not cost what was found out."""
     from mtb_core.measure.jsonio import dumps, write_json  # noqa: PLC0415
 
-    if output is not None:
-        write_json(output, certificate.as_json())
     if as_json:
         click.echo(dumps(certificate.as_json(), indent=2))
-        return
-    for outcome in certificate.outcomes:
-        if outcome.status == "failed":
-            click.echo(f"{outcome.text}\n")
-    click.echo(certificate.text())
+    else:
+        for outcome in certificate.outcomes:
+            if outcome.status == "failed":
+                click.echo(f"{outcome.text}\n")
+        click.echo(certificate.text())
+    if output is not None:
+        try:
+            write_json(output, certificate.as_json())
+        except OSError as error:
+            raise RunFailed(f"--output {output} could not be written: {error.strerror}.") from error
 
 
 def _memory(name: str, options: Mapping[str, str]) -> Path:

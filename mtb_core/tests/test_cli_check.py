@@ -54,6 +54,16 @@ def test_people_get_a_page(capsys):
     assert streams.err == ""
 
 
+@pytest.mark.timeout(120)
+def test_a_full_disk_costs_no_certificate(capsys):
+    """What was found out is shown although the file cannot be written; the exit code is 3."""
+    arguments = ["plugins", "check", "single", "--only", "discovery.plan", "--quiet", "--json", "--output", "/dev/full"]
+    assert main(arguments) == 3
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["passed"] == 1
+    assert "--output /dev/full could not be written: No space left" in streams.err
+
+
 def test_the_list_runs_nothing(capsys):
     """--list names every chosen case with what must hold."""
     assert main(["plugins", "check", "single", "--only", "sync", "--list"]) == 0
@@ -72,6 +82,8 @@ def test_the_list_runs_nothing(capsys):
         (["single", "--debug-rank", "7"], "there are ranks 0 to 2"),
         (["single", "--debug-rank", "0"], "needs a terminal"),
         (["single", "--strategy-opt", "x"], "KEY=VALUE"),
+        (["single", "--output", "/"], "--output / is a folder"),
+        (["single", "--output", "/dev/null/x.json"], "cannot be written"),
         (["single", "--strategy-opt", "x=1"], "no options"),
     ],
 )

@@ -173,15 +173,15 @@ def write_config(folder: Path, config: TrainConfig) -> None:
     (folder / "config.toml").write_text(text, encoding="utf-8")
 
 
-def check_output(config: TrainConfig) -> None:
+def check_output(output: str | None) -> None:
     """Refuse an ``--output`` that could not be written at the end.
 
     Raises:
         ConfigError: it is a folder, or cannot be written. Folders on the way are made later.
     """
-    if config.output is None:
+    if output is None:
         return
-    path = Path(config.output)
+    path = Path(output)
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; name a file.")
     probe = path.parent / f".{path.name}.probe-{os.getpid()}"
