@@ -7,6 +7,7 @@ import signal
 import time
 import uuid
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -21,7 +22,7 @@ from torch.distributed.elastic.events import Event, EventSource
 from mtb_core.api.values import World
 from mtb_core.ranks.failures import Failure, first_cause
 
-from .child import Start
+from .child import Gate, Start
 from .logs import rank_log
 from .meeting import OneNode, many_nodes
 from .processes import WorkerProcess, pick_method, wait_for_news
@@ -50,7 +51,7 @@ class Agent(SimpleElasticAgent):
     """
 
     def __init__(self, spec: LaunchSpec, signals: LauncherSignals) -> None:
-        self._method = pick_method(spec.start_method, spec.nproc)
+        self._method = pick_method(spec.start_method, spec.nproc, spec.max_nodes)
         if spec.max_nodes == 1:
             meeting: Any = OneNode()
         else:
@@ -94,25 +95,32 @@ class Agent(SimpleElasticAgent):
             store.set("mtb/attempt", uuid.uuid4().hex)
         attempt = store.get("mtb/attempt").decode()
         world = World(first.world_size, self._launch.nproc)
-        for worker in worker_group.workers:
+        # The answer from the store says that its thread, too, is done with this process's own connection.
+        gate = Gate() if self._method == "fork" else None
 
-            def start(report: Connection, progress: Connection, worker: Any = worker) -> Start:
-                return Start(
-                    entry=self._launch.entry,
-                    payload=self._launch.payload,
-                    rank=worker.global_rank,
-                    local_rank=worker.local_rank,
-                    world=world,
-                    restarts=self.restarts,
-                    attempt=attempt,
-                    environment=self._environment(worker_group, worker),
-                    launcher=os.getpid(),
-                    log=rank_log(self._launch.log_dir, worker.global_rank),
-                    report=report,
-                    progress=progress,
-                )
+        def start(worker: Any, report: Connection, progress: Connection) -> Start:
+            return Start(
+                entry=self._launch.entry,
+                payload=self._launch.payload,
+                rank=worker.global_rank,
+                local_rank=worker.local_rank,
+                world=world,
+                restarts=self.restarts,
+                attempt=attempt,
+                environment=self._environment(worker_group, worker),
+                launcher=os.getpid(),
+                gate=gate,
+                log=rank_log(self._launch.log_dir, worker.global_rank),
+                report=report,
+                progress=progress,
+            )
 
-            self._workers.append(WorkerProcess(start, self._method))
+        try:
+            for worker in worker_group.workers:
+                self._workers.append(WorkerProcess(partial(start, worker), self._method))
+        finally:
+            if gate is not None:
+                gate.open(len(self._workers))
         return {index: worker.process.pid for index, worker in enumerate(self._workers)}
 
     def _environment(self, group: WorkerGroup, worker: Any) -> dict[str, str]:

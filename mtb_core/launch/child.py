@@ -29,12 +29,36 @@ from .worker import limit_threads
 _PR_SET_PDEATHSIG = 1
 
 
+class Gate:
+    """Holds forked workers back until all of them are there.
+
+    The first to come would connect to the store, whose thread in the launcher then looks up the peer's address under a
+    lock of the C library. A worker forked in that moment has the lock as held, by nobody, and waits for it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+
+    def wait(self) -> None:
+        """In a worker: return when the launcher has opened the gate, or is gone."""
+        os.close(self._writer)
+        os.read(self._reader, 1)
+        os.close(self._reader)
+
+    def open(self, workers: int) -> None:
+        """In the launcher, once: let so many workers go."""
+        os.write(self._writer, b"x" * workers)
+        os.close(self._writer)
+        os.close(self._reader)
+
+
 @attrs.frozen
 class Start:
     """All that a worker process is started with.
 
     Attributes:
         launcher: process id of the launcher.
+        gate: holds the worker back; None where it need not wait.
         log: file for what the rank writes to file descriptors 1 and 2.
         report: for one `Report`, at the end.
         progress: for lines of JSON, at any time.
@@ -49,6 +73,7 @@ class Start:
     attempt: str
     environment: Mapping[str, str]
     launcher: int
+    gate: Gate | None
     log: Path
     report: Connection
     progress: Connection
@@ -71,12 +96,16 @@ def run_worker(start: Start) -> None:
     """
     _die_with(start.launcher)
     os.setsid()  # Ctrl-C at the terminal is the launcher's to pass on
+    if start.gate is not None:
+        start.gate.wait()
     _write_to(start.log)
     os.environ.update(start.environment)
     with StopFlag().catching() as stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         report = _run(start, stop)
         _flush()
+        # From here on a stop signal has nothing to stop, and must not make a failure of what is done.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         start.report.send_bytes(report)
     if pickle.loads(report).failure is not None:  # noqa: S301  (made here)
         sys.exit(1)

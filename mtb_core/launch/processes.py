@@ -152,11 +152,11 @@ def wait_for_news(workers: Iterable[WorkerProcess], extra: Any, timeout: float) 
     wait([extra, *(w for worker in workers if not worker.exited for w in worker.waitables)], timeout)
 
 
-def pick_method(asked: str, nproc: int) -> str:
+def pick_method(asked: str, nproc: int, nodes: int) -> str:
     """``"fork"`` where that is safe, else ``"spawn"``, unless one of them was asked for.
 
-    Forking is unsafe where other threads may hold locks, where CUDA is in use (its state does not survive a fork),
-    and where this process has computed with several threads and ranks will too: OpenMP's threads are missing after a
+    Forking is unsafe where other threads may hold locks, as that of the store does whenever somebody on another node
+    connects; where CUDA is in use (its state does not survive a fork); and where this process has computed with several threads and ranks will too: OpenMP's threads are missing after a
     fork, and the first large operation would wait for them for ever.
     """
     if asked != "auto":
@@ -167,6 +167,7 @@ def pick_method(asked: str, nproc: int) -> str:
         "fork" in multiprocessing.get_all_start_methods()
         and os.uname().sysname == "Linux"
         and threading.active_count() == 1
+        and nodes == 1
         and (threads_for(nproc) == 1 or not _has_computed())
         and not torch.cuda.is_initialized()
     )
@@ -189,7 +190,7 @@ def _start_quietly(process: BaseProcess) -> None:
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of any thread, also of those of torch's store, which hold no lock of ours.
+            # Python 3.12 warns of any thread, also of that of torch's store, which is idle until the gate opens.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             process.start()
     finally:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mtb_core.api import ConfigError
+from mtb_core.launch import processes
 from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.ranks.context import open_ranks
 from mtb_core.tests.launching import gone, mark, plan_for, read_mark, run_ranks
@@ -26,6 +27,27 @@ def test_values_come_back_by_global_rank(tmp_path):
     assert out.exit_reason == "done"
     assert out.failure is None
     assert out.values == {r: ({"a": 1}, r, r, 2, "mtb", 0) for r in range(2)}
+
+
+def begun(_payload, _worker):
+    return time.monotonic()
+
+
+def test_no_forked_rank_begins_before_the_last_is_there(tmp_path, monkeypatch):
+    """A rank that connects while others are forked leaves them with locks that nobody will release."""
+    started = []
+
+    def start_late(process):
+        if started:
+            time.sleep(0.3)
+        started.append(time.monotonic())
+        start_quietly(process)
+
+    start_quietly = processes._start_quietly
+    monkeypatch.setattr(processes, "_start_quietly", start_late)
+    out = launch(LaunchSpec(entry=begun, nproc=3, log_dir=tmp_path, start_method="fork"))
+    assert len(started) == 3
+    assert min(out.values.values()) > started[-1]
 
 
 def test_large_values_do_not_block(tmp_path):
@@ -208,6 +230,7 @@ def test_host_name_is_not_needed(tmp_path, monkeypatch):
 
 SPAWNED = """
 from pathlib import Path
+from mtb_core.launch import processes
 from mtb_core.launch.elastic import LaunchSpec, launch
 
 def entry(payload, worker):

@@ -4,9 +4,11 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 
 import pytest
 
+from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.tests.launching import Launcher, for_ever, gone, mark, run_ranks, until_stopped, wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -97,6 +99,17 @@ def test_no_restart_after_a_stop(tmp_path):
         os.kill(launcher.process.pid, signal.SIGTERM)
         out = launcher.outcome()
     assert (out.exit_reason, out.failure.message, out.restarts) == ("failed", "while stopping", 0)
+
+
+def signalled_at_the_end(_payload, worker):
+    Finalize(None, os.kill, (os.getpid(), signal.SIGTERM), exitpriority=0)
+    return worker.rank
+
+
+def test_a_stop_after_the_end_is_no_failure(tmp_path):
+    """A signal that comes when a rank has handed over its result and is leaving changes nothing."""
+    out = launch(LaunchSpec(entry=signalled_at_the_end, nproc=2, log_dir=tmp_path, start_method="spawn"))
+    assert (out.exit_reason, out.values, out.failure) == ("done", {0: 0, 1: 1}, None)
 
 
 SPAWNED = """
