@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from mtb_core import ConfigError, RunFailed
+from mtb_core import ConfigError, RunFailed, check_output
 
 from .definitions import DTYPE_BYTES, REDUCTIONS
-from .outputs import Output, check_output, write_all
+from .outputs import Output, write_all
 from .points import MAX_ITERATIONS, CommRequest, dtype_names, operation_names, ranks_of, reduction_names, split_names
 from .sizes import parse_size, parse_splits, swept_sizes
 
@@ -258,7 +258,7 @@ def _check_outputs(given: dict[str, Any]) -> None:
         check_plot(given["plot"])
     for name in ("output", "calibration", "plot"):
         if given[name] is not None:
-            check_output(name, given[name])
+            check_output(given[name], f"--{name}")
 
 
 def _log(against: tuple[str, str] | None) -> Any:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .measure.collectives import CountCollectives
     from .measure.environment import environment, provenance, redact, redact_command
     from .measure.jsonio import dumps, write_json
+    from .measure.outputs import check_output
     from .measure.result import Result
     from .measure.statistics import percentile, summarize
     from .measure.validity import formal_obstacles
@@ -47,6 +48,7 @@ _LAZY = {
     "Worker": ".ranks.worker",
     "audit_folder": ".measure.audit",
     "broadcast_buffers": ".ranks.buffers",
+    "check_output": ".measure.outputs",
     "create_missing_state": ".api.state",
     "dumps": ".measure.jsonio",
     "environment": ".measure.environment",
@@ -87,6 +89,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "__version__",
     "audit_folder",
     "broadcast_buffers",
+    "check_output",
     "create_missing_state",
     "dumps",
     "environment",

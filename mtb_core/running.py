@@ -21,13 +21,14 @@ from mtb_core.launch.logs import rank_log
 from mtb_core.launch.worker import Worker, alone, attach, external_launcher, world_of
 from mtb_core.measure.audit import ADDRESS, HOME_FOLDER, HOST, audit_folder
 from mtb_core.measure.environment import environment, provenance, redact
+from mtb_core.measure.outputs import check_output
 from mtb_core.measure.result import Result
 from mtb_core.measure.validity import formal_obstacles
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
 from mtb_core.train.checkpointing import newest_published
-from mtb_core.train.planning import Planned, check_output, make_run_folder, plan_run
+from mtb_core.train.planning import Planned, make_run_folder, plan_run
 from mtb_core.train.worker_main import Payload, base_fields, failure_fields, rank_main
 
 
@@ -54,7 +55,8 @@ def run(
     external = external_launcher() is not None
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
     planned = plan_run(config, registry, world)
-    check_output(config.output)
+    if config.output is not None:
+        check_output(config.output)
     if config.formal:
         _check_formal()
     check_network(config)

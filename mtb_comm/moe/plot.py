@@ -15,16 +15,17 @@ def check_plot(path: Path) -> None:
     """Refuse a file that could not be drawn, before anything is measured.
 
     Raises:
-        ConfigError: unknown kind of file, or no folder to put it into.
+        ConfigError: unknown kind of file.
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--plot {path} has the ending {path.suffix!r}; valid: {', '.join(FORMATS)}.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first.")
 
 
 def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Time of an iteration and drop rate over the capacity factor, a line for each skew. Needs a row at least."""
+    """Time of an iteration and drop rate over the capacity factor, a line for each skew. Needs a row at least.
+
+    Folders on the way are made.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  (no display, and only when drawn)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -46,4 +47,5 @@ def plot_sweep(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set_xlabel("capacity factor")
         axes.grid(alpha=0.3)
         axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mtb_core.api.errors import EXIT_CHECK_FAILED, EXIT_OK, ConfigError, RunFailed
+from mtb_core.measure.outputs import check_output
 from mtb_core.registry.discovery import discover, warn_failed
 
 from .options import key_values
@@ -47,9 +48,8 @@ def check(
     if debug_rank is not None and not 0 <= debug_rank < max(nproc or (3,)):
         raise ConfigError(f"--debug-rank is {debug_rank}; there are ranks 0 to {max(nproc or (3,)) - 1}.")
 
-    from mtb_core.train.planning import check_output  # noqa: PLC0415
-
-    check_output(output)
+    if output is not None:
+        check_output(output)
     from mtb_core.testing import checking  # noqa: PLC0415  (imports torch; the help must not)
     from mtb_core.testing.certificate import Certificate  # noqa: PLC0415
     from mtb_core.testing.debugging import Terminal  # noqa: PLC0415

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mtb_core.api.errors import CheckFailed, ConfigError
+from mtb_core.measure.outputs import check_output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -112,6 +113,7 @@ def verify_command(left: Path, right: Path | None, tolerance: float | None, as_j
         raise ConfigError("--tolerance is for the comparison of two checkpoints; name a second one, or leave it out.")
     if output is not None:
         refuse_in_checkpoint(output)
+        check_output(output)
     paths = [_one(path, incomplete=True) for path in (left, right) if path is not None]
     # The older formats list no digests: alone there is nothing to verify them against, which is a failure too.
     checked = [verify_checkpoint(p) for p in paths if right is None or not is_legacy(p)]

@@ -235,6 +235,8 @@ def test_output_that_cannot_be_written(folder, tmp_path):
     sharded = ("--output", path / "more", "--max-shard-size", "1M")
     assert "lies in the checkpoint" in run("export", path, *sharded, code=2)[1]
     assert parsed("verify", path)["ok"] is True
+    (path / "stray").touch()  # not verified at all: the file comes first
+    assert "cannot be written: " in run("verify", path, "--output", tmp_path / "file" / "x", code=2)[1]
 
 
 def test_link_to_a_checkpoint(folder, tmp_path):

@@ -82,7 +82,7 @@ def test_the_list_runs_nothing(capsys):
         (["single", "--debug-rank", "7"], "there are ranks 0 to 2"),
         (["single", "--debug-rank", "0"], "needs a terminal"),
         (["single", "--strategy-opt", "x"], "KEY=VALUE"),
-        (["single", "--output", "/"], "--output / is a folder"),
+        (["single", "--output", "/"], "--output / cannot be written: it is a folder"),
         (["single", "--output", "/dev/null/x.json"], "cannot be written"),
         (["single", "--strategy-opt", "x=1"], "no options"),
     ],

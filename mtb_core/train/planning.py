@@ -171,27 +171,3 @@ def write_config(folder: Path, config: TrainConfig) -> None:
     lines = write_toml(portable).splitlines(keepends=True)
     text = "".join(line for line in lines if not line.startswith("rdzv_endpoint = "))
     (folder / "config.toml").write_text(text, encoding="utf-8")
-
-
-def check_output(output: str | None) -> None:
-    """Refuse an ``--output`` that could not be written at the end.
-
-    Raises:
-        ConfigError: it is a folder, or cannot be written. Folders on the way are made later.
-    """
-    if output is None:
-        return
-    path = Path(output)
-    if path.is_dir():
-        raise ConfigError(f"--output {path} is a folder; name a file.")
-    probe = path.parent / f".{path.name}.probe-{os.getpid()}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        if path.exists() and not path.is_file():
-            return  # a device or a pipe is written to as it is
-        raise ConfigError(
-            f"--output {path} cannot be written: {error.strerror} (errno {error.errno}); name another file."
-        ) from error

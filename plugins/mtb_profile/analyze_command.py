@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import click
 
-from mtb_core import ConfigError, dumps, write_json
+from mtb_core import ConfigError, check_output, dumps, write_json
 
 from .analysis import Analysis, analyze
 from .document import document
@@ -137,6 +137,9 @@ def analyze_command(
         # The peak is multiplied by 1e12 further down, and must be a number still.
         if value is not None and not 0 < value < 1e290:
             raise ConfigError(f"{option} is {value:g}; it must be above 0 and finite.")
+    for option, file in (("--output", output), ("--svg", svg)):
+        if file is not None:
+            check_output(file, option)
     work = _work(paths, flops_per_step, peak_tflops)
     wanted = Wanted(window, mfu, work, show_collectives, step, svg)
     found = find(find_traces(paths), wanted)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
-from mtb_core import CheckFailed, ConfigError, RunFailed, dumps, external_launcher, run_ranks, write_json
+from mtb_core import CheckFailed, ConfigError, RunFailed, check_output, dumps, external_launcher, run_ranks, write_json
 
 from .plugin import must_divide
 
@@ -116,7 +114,7 @@ def _run(name: str, layers: tuple[str, ...], given: dict[str, Any]) -> int:
     if not external:
         check_sizes(given, ranks)
     if given["output"] is not None:
-        _check_output(Path(given["output"]))
+        check_output(given["output"])
     # Only now: help and refusals must not wait for torch.
     from .checking import Request, check_on_rank  # noqa: PLC0415
     from .layers import Settings  # noqa: PLC0415
@@ -171,14 +169,6 @@ def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
                 f"--{name.replace('_', '-')} {size} leaves some of the --tp {ranks} ranks nothing to compute; it must be "
                 f"at least {ranks} (it need not be a multiple)."
             )
-
-
-def _check_output(path: Path) -> None:
-    if path.is_dir():
-        raise ConfigError(f"--output {path} is a folder; name a file.")
-    there = next(parent for parent in (path, *path.resolve().parents) if parent.exists())
-    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
-        raise ConfigError(f"--output {path} cannot be written ({there} does not allow it); name another file.")
 
 
 def _complaint(document: dict[str, Any]) -> str:

@@ -112,6 +112,13 @@ def test_refusals(folder, words, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("option", ["--svg", "--output"])
+def test_a_file_is_tried_out_before_traces_are_read(tmp_path, option):
+    """Reading them may take long."""
+    with pytest.raises(ConfigError, match=f"{option} /proc/nowhere/x cannot be written"):
+        invoke(tmp_path / "no traces", option, "/proc/nowhere/x")
+
+
 def test_nothing_there(tmp_path):
     """A path that is not there and a folder without traces are refused."""
     with pytest.raises(ConfigError, match="There is no"):

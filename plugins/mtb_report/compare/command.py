@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mtb_core import CheckFailed, ConfigError
-from mtb_report.output import check_output, write_output
+from mtb_core import CheckFailed, ConfigError, check_output
+from mtb_report.output import write_output
 
 if TYPE_CHECKING:
     from mtb_report.results import Record

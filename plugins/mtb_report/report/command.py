@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from mtb_core import ConfigError
+from mtb_core import ConfigError, check_output
 
 _FORMATS = ("html", "md", "terminal")
 _SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md", ".txt": "terminal"}
@@ -70,8 +70,8 @@ def _check(places: list[Path], target: Path | None, watched: str | None) -> None
         raise ConfigError("--watch needs --output FILE: a report that is written again and again needs a place.")
     if watched is not None and not Path(watched).expanduser().is_dir():
         raise ConfigError(f"--watch {watched} is no folder; give the one that the results are written to.")
-    if target is not None and target.is_dir():
-        raise ConfigError(f"--output {target} is a folder; give the name of a file.")
+    if target is not None:
+        check_output(target)
 
 
 def _rendered(places: list[Path], form: str, title: str, target: Path | None, refresh_s: int | None = None) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mtb_core import ConfigError, RunFailed
-from mtb_report.output import check_output, write_output
+from mtb_core import ConfigError, RunFailed, check_output
+from mtb_report.output import write_output
 
 if TYPE_CHECKING:
     from .plan import SweepPlan
@@ -22,8 +22,29 @@ if TYPE_CHECKING:
 _ANSWERS = ("success", "oom", "not_run")
 
 
+def _list_recipes(context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if not asked:
+        return
+    from .recipes import FOLDER, abouts  # noqa: PLC0415
+
+    known = abouts()
+    width = max(map(len, known))
+    for name, about in known.items():
+        click.echo(f"{name:{width}}  {about}")
+    click.echo(f"\nmtb sweep NAME runs one; to change one, copy its file from {FOLDER}")
+    context.exit()
+
+
 @click.command()
-@click.argument("file", metavar="FILE.toml")
+@click.argument("file", metavar="FILE.toml|RECIPE")
+@click.option(
+    "--list-recipes",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_recipes,
+    help="Name the sweeps that come with mtb, and end.",
+)
 @click.option("--size", metavar="NAME", help="Which of the file's sizes. [default: its first]")
 @click.option(
     "--run-dir",
@@ -50,15 +71,16 @@ _ANSWERS = ("success", "oom", "not_run")
 def sweep(file: str, size: str | None, dry_run: bool, **given: Any) -> int:
     """Run a matrix of trainings, each in a process of its own, in random order.
 
-    A cell that fails or runs out of memory is recorded, and the rest go on. The same command goes on after an
+    The matrix is that of a file, or of a recipe that comes with mtb. A cell that fails or runs out of memory is recorded, and the rest go on. The same command goes on after an
     interruption. Exit code 0 where every cell succeeded or ran out of memory, 3 where one failed otherwise.
     """
     import attrs  # noqa: PLC0415  (help needs none of it)
 
     from .plan import read_plan  # noqa: PLC0415
+    from .recipes import sweep_file  # noqa: PLC0415
     from .shape import check_seconds  # noqa: PLC0415
 
-    plan = read_plan(file, size)
+    plan = read_plan(sweep_file(file), size)
     if given["timeout_s"] is not None:
         check_seconds("--timeout-s", given["timeout_s"])
         plan = attrs.evolve(plan, timeout_s=given["timeout_s"])

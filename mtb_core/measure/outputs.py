@@ -1,0 +1,51 @@
+"""Whether a file that an option names can be written at the end; asked before anything is measured."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from mtb_core.api.errors import ConfigError
+
+
+def check_output(path: str | os.PathLike[str], option: str = "--output") -> None:
+    """Refuse what could not be written later, by trying out its folder. Nothing is made or changed.
+
+    Folders that are missing on the way count as made: whoever writes makes them. A path that exists and is no regular
+    file (``/dev/stdout``, a named pipe) is left alone.
+
+    Args:
+        option: by which `path` was given, for the message.
+
+    Raises:
+        ConfigError: `path` is a folder or a file that must not be written to, or no file can be made there.
+    """
+    try:
+        _try_out(Path(path))
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option} {os.fspath(path)} cannot be written: {reason}; name another file.") from error
+
+
+def _try_out(target: Path) -> None:
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        pass
+    else:
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not stat.S_ISREG(mode):
+            return
+    real = Path(os.path.realpath(target))
+    existing = next(place for place in real.parents if place.exists())
+    longest = os.pathconf(existing, "PC_NAME_MAX")
+    if any(len(os.fsencode(part)) > longest for part in real.parts):  # the system tells only where the folder exists
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    with tempfile.TemporaryFile(dir=existing):
+        pass
