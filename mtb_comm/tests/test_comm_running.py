@@ -12,7 +12,7 @@ import pytest
 from mtb_comm.bench import Work
 from mtb_comm.bench import measure as measure_rows
 from mtb_comm.definitions import DTYPE_BYTES, OPERATIONS, REDUCTIONS
-from mtb_comm.points import CommRequest
+from mtb_comm.points import MAX_ITERATIONS, CommRequest
 from mtb_comm.running import measure_all
 from mtb_core import ConfigError, run_ranks
 
@@ -136,23 +136,19 @@ def test_number_of_calls(monkeypatch):
 
 @pytest.mark.timeout(60)
 def test_a_slow_warm_up_does_not_count(monkeypatch):
-    """Half a second in the very first call is in no figure."""
+    """A hundred hours in the very first call, by the clock that is read, are in no figure."""
     import time
 
     import torch.distributed as dist
 
-    real, seen = dist.all_reduce, []
-
-    def slow_at_first(*args):
-        if not seen:
-            time.sleep(0.5)
-        seen.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(dist, "all_reduce", slow_at_first)
+    reduce, clock, calls = dist.all_reduce, time.perf_counter, []
+    hours = 360e3
+    monkeypatch.setattr(dist, "all_reduce", lambda *args: (calls.append(1), reduce(*args)))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + (hours if calls else 0))
     request = CommRequest(operations=("all_reduce",), sizes=(64,), iterations=5, warmup=1, check=False)
     (row,) = measure(request, 1)["results"]
-    assert row["time_ms"]["max"] < 500
+    assert len(calls) == 6
+    assert row["time_ms"]["max"] < hours
 
 
 @pytest.mark.timeout(60)
@@ -204,8 +200,7 @@ def test_stop_in_the_first_calls(iterations, warmup):
 
 @pytest.mark.timeout(60)
 def test_a_time_without_warm_up():
-    """Without any estimate a point takes about as long as it is to, rather than a thousand million calls."""
+    """Without any estimate a point is measured once to have one, rather than with the largest number of calls."""
     request = CommRequest(operations=("barrier",), sizes=(8,), warmup=0, seconds=0.2)
     (row,) = measure(request, 2)["results"]
-    assert 1 < row["iterations"] < 10**6
-    assert row["iterations"] * row["time_ms"]["mean"] < 20e3
+    assert 1 <= row["iterations"] < MAX_ITERATIONS
