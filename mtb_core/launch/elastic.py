@@ -209,16 +209,25 @@ def _outcome(agent: Any, signals: LauncherSignals) -> LaunchOutcome:
 
 @contextmanager
 def _quiet(*, debug: bool) -> Iterator[None]:
-    """Keep torch's messages about launching from the console: what matters of them is in the outcome."""
+    """Keep torch's messages about launching from the console: what matters of them is in the outcome.
+
+    Its records of events go nowhere anyway, but to those who listen to every logger, as pytest does.
+    """
     logger = logging.getLogger("torch.distributed.elastic")
+    events = [logging.getLogger(f"torchelastic-events-{kind}") for kind in ("null", "dynamic_rendezvous")]
     if debug:
         yield
         return
     former, silence = logger.propagate, logging.NullHandler()
+    disabled = [log.disabled for log in events]
     logger.propagate = False
     logger.addHandler(silence)
+    for log in events:
+        log.disabled = True  # its level would not do: torch sets that when it first records an event
     try:
         yield
     finally:
+        for log, was in zip(events, disabled, strict=True):
+            log.disabled = was
         logger.propagate = former
         logger.removeHandler(silence)

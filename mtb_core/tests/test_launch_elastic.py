@@ -1,3 +1,4 @@
+import logging
 import os
 import signal
 import subprocess
@@ -48,6 +49,19 @@ def test_no_forked_rank_begins_before_the_last_is_there(tmp_path, monkeypatch):
     out = launch(LaunchSpec(entry=begun, nproc=3, log_dir=tmp_path, start_method="fork"))
     assert len(started) == 3
     assert min(out.values.values()) > started[-1]
+
+
+def test_torch_tells_no_logger_about_launching(tmp_path, caplog):
+    """Neither torch's messages nor its records of events reach those who listen to every logger, as pytest does."""
+    run_ranks(identity, tmp_path)  # makes torch's logger
+    events = logging.getLogger("torchelastic-events-null")
+    events.addHandler(caplog.handler)  # as pytest does with loggers that do not propagate
+    try:
+        run_ranks(identity, tmp_path)
+    finally:
+        events.removeHandler(caplog.handler)
+    assert caplog.records == []
+    assert not events.disabled
 
 
 def test_large_values_do_not_block(tmp_path):
