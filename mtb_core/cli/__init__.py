@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except click.exceptions.Exit as error:
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:  # nothing was said that could be wrong
+        _complain(error.format_message())
+        return EXIT_USAGE
     except click.ClickException as error:
         return _refuse(_usage_text(error), EXIT_USAGE, arguments)
     except MtbError as error:

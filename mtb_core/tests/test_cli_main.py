@@ -69,6 +69,19 @@ def test_exit_codes(error, code, text, command, capsys):
     assert "Traceback" not in captured.err
 
 
+def test_a_group_alone_shows_its_help(capsys):
+    """A group of commands, core's or a plugin's, without one of them: its help on stderr, no "error", code 2."""
+    all_of_them = root.root
+    groups = [n for n in all_of_them.list_commands(None) if isinstance(all_of_them.get_command(None, n), click.Group)]
+    assert {"checkpoint", "data", "plugins"} <= set(groups)
+    for name in groups:
+        assert main([name]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"Usage: mtb {name} ")
+        assert "Commands:" in captured.err
+
+
 def test_debug_shows_the_traceback(command, capsys):
     """With --debug the traceback precedes the message."""
     assert command(fail_with(ConfigError("wrong value 3")), "--debug") == 2
