@@ -12,6 +12,7 @@ import torch
 
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import Piece, RankContext, State
+from mtb_core.ranks.buffers import without_repeats
 
 from . import files
 from .dtypes import carrier
@@ -175,5 +176,15 @@ def _fill_piece(stored: TensorFiles, key: str, piece: Piece) -> None:
     target = tensor if direct else torch.empty(tensor.shape, dtype=tensor.dtype)
     flat = target.reshape(-1).view(torch.uint8).numpy().view(carrier(dtype))
     stored.read(key, tuple(piece.offset), tuple(tensor.shape), flat.reshape(tuple(tensor.shape)))
-    if not direct:
-        tensor.copy_(target)
+    if direct:
+        return
+    alone = without_repeats(tensor)
+    source = target[tuple(slice(size) for size in alone.shape)]
+    if alone.shape != tensor.shape:
+        repeated = source.expand(target.shape).reshape(-1)
+        if not torch.equal(repeated.view(torch.uint8), target.reshape(-1).view(torch.uint8)):
+            raise RunFailed(
+                f"{key} differs in it along a dimension that is here made by expand(), with one element for all; "
+                "make it a tensor of its own in the model (clone())"
+            )
+    alone.copy_(source)

@@ -20,7 +20,7 @@ def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
 
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
-        by_kind.setdefault((buffer.dtype, buffer.device), []).append(_without_repeats(buffer))
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(without_repeats(buffer))
     with torch.no_grad():
         for same in by_kind.values():
             flat = torch.cat([b.reshape(-1) for b in same])
@@ -29,8 +29,8 @@ def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
                 buffer.copy_(sent.view(buffer.shape))
 
 
-def _without_repeats(buffer: Tensor) -> Tensor:
-    """A view of the same elements, none of them twice."""
+def without_repeats(buffer: Tensor) -> Tensor:
+    """A view of the same elements, of as many dimensions, where one made by ``expand`` has size 1."""
     for dimension, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
         if size > 1 and stride == 0:
             buffer = buffer.narrow(dimension, 0, 1)

@@ -62,6 +62,19 @@ def test_non_contiguous_targets(tmp_path):
     assert base.t().tolist() == torch.arange(12.0).reshape(3, 4).tolist()
 
 
+@pytest.mark.parametrize("value", [2.0, float("nan")])
+def test_expanded_targets(tmp_path, value):
+    """A buffer made by expand() is saved and resumed; it stays one element for all, and elements apart do not fit."""
+    manager, path = save(tmp_path, whole(a=torch.full((1, 3), value).expand(4, 3)))
+    target = torch.zeros(1, 3).expand(4, 3)
+    manager.load(path, whole(a=target))
+    assert target.stride() == (0, 1)
+    torch.testing.assert_close(target, torch.full((4, 3), value), equal_nan=True)
+    manager, path = save(tmp_path / "apart", whole(a=torch.arange(12.0).reshape(4, 3)))
+    with pytest.raises(RunFailed, match=r"a differs in it along a dimension that is here made by expand\(\)"):
+        manager.load(path, whole(a=target))
+
+
 def test_tied_weights(tmp_path):
     """FR-28: a tied weight is stored once and is still tied after loading."""
 
