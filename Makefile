@@ -40,7 +40,7 @@ parity: $(STAMP)  ## one training under every strategy: losses against those of 
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
 
 evidence: $(STAMP)  ## run the small recipes and write their report to docs/example
-	@for r in recipes/*.toml; do OMP_NUM_THREADS=1 $(BIN)/mtb sweep $$r --size small \
+	@for r in plugins/mtb_report/sweep/recipes/*.toml; do OMP_NUM_THREADS=1 $(BIN)/mtb sweep $$r --size small \
 		--run-dir runs/evidence/$$(basename $$r .toml) || exit $$?; done
 	$(BIN)/mtb evidence manifest runs/evidence
 	$(BIN)/mtb evidence audit runs/evidence

@@ -26,6 +26,15 @@ def subpackages(folder: Path) -> set[str]:
     return {".".join(parts) for parts in found if not {"tests", "build"} & set(parts)}
 
 
+def data(folder: Path) -> set[str]:
+    """Files other than modules that a project declares, as a wheel names them."""
+    found: set[str] = set()
+    for package, patterns in declared(folder)["tool"]["setuptools"]["package-data"].items():
+        place = folder.parent.joinpath(*package.split("."))
+        found |= {p.relative_to(folder.parent).as_posix() for pattern in patterns for p in place.glob(pattern)}
+    return found
+
+
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda p: p.name)
 def test_package_lists_are_complete(folder: Path) -> None:
     """Every subpackage is listed by hand in the project, and none that is not there."""
@@ -71,7 +80,7 @@ def test_makefile_and_tools_know_every_package() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda p: p.name)
 def test_wheels_hold_every_module_and_no_tests(folder: Path, tmp_path: Path) -> None:
-    """A wheel holds the modules, the typing mark and the entry points of its package, and nothing else."""
+    """A wheel holds the modules, the declared data and the entry points of its package, and nothing else."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     copy = shutil.copytree(folder, tmp_path / folder.name, ignore=ignored)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
@@ -86,4 +95,4 @@ def test_wheels_hold_every_module_and_no_tests(folder: Path, tmp_path: Path) -> 
         for path in folder.rglob("*.py")
         if not {"tests", "build", "__pycache__"} & set(path.relative_to(folder).parts)
     }
-    assert files == modules | {f"{folder.name}/py.typed"}
+    assert files == modules | data(folder)
