@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtb_core.ranks.network import set_here
 from mtb_core.ranks.worker import available_cores
 
 from .audit import HOMES, hide_host
@@ -101,7 +102,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "libraries": _libraries(),
         "cuda": _cuda() if device.startswith("cuda") else None,
-        "variables": {name: redact(os.environ[name]) for name in _VARIABLES if name in os.environ},
+        "variables": {
+            name: redact(os.environ[name]) for name in _VARIABLES if name in os.environ and name not in set_here
+        },
     }
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 GLOO = "GLOO_SOCKET_IFNAME"
 NCCL = "NCCL_SOCKET_IFNAME"
 DEFAULT_PORT = 29400
+#: Environment variables that are set at the moment by mtb, not by whoever started it: the same run sets them again.
+set_here: set[str] = set()
 
 _Address = tuple[socket.AddressFamily, socket.SocketKind, Any]
 
@@ -46,9 +48,11 @@ def single_node_interface(world: World) -> Iterator[None]:
         yield
         return
     os.environ[GLOO] = name
+    set_here.add(GLOO)
     try:
         yield
     finally:
+        set_here.discard(GLOO)
         os.environ.pop(GLOO, None)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mtb_core.api.values import World
 from mtb_core.measure import environment as module
 from mtb_core.measure.environment import (
     environment,
@@ -20,6 +21,7 @@ from mtb_core.measure.environment import (
     redact_command,
     same_revision,
 )
+from mtb_core.ranks.network import single_node_interface
 
 FIELDS = {
     "git_revision",
@@ -93,6 +95,17 @@ def test_only_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     assert variables["CUDA_VISIBLE_DEVICES"] == "<gpu>,<gpu>"
     assert variables["GLOO_SOCKET_IFNAME"] == "<address>"
     assert variables["PYTORCH_ALLOC_CONF"] == "file:~/x"
+
+
+def test_what_mtb_sets_itself_is_no_part_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs on one and on two ranks of a machine are of one environment; what the user chose is recorded."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with single_node_interface(World(2, 2)):
+        assert "GLOO_SOCKET_IFNAME" in os.environ
+        assert "GLOO_SOCKET_IFNAME" not in environment()["variables"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with single_node_interface(World(2, 2)):
+        assert environment()["variables"]["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_host_name_and_home_never_show() -> None:
