@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ class Manifest:
         return dump_json({**self.values, "digest_algorithm": files.ALGORITHM, "files": listed})
 
 
+@contextmanager
+def reading(path: Path, name: str) -> Iterator[None]:
+    """Around code that reads the file `name` of the checkpoint at `path`.
+
+    Raises:
+        DamagedCheckpoint: the file is missing or cannot be read, or the code raises ValueError: what is wrong with it.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, name, "it is missing") from error
+    except OSError as error:
+        raise DamagedCheckpoint(path, name, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise DamagedCheckpoint(path, name, str(error)) from error
+
+
 def ready_text(digest: str) -> bytes:
     """Content of ``READY`` for a manifest with this digest."""
     return f"{MANIFEST} {files.ALGORITHM}:{digest}\n".encode()
@@ -97,10 +115,12 @@ def check_ready(path: Path) -> bytes:
     Raises:
         DamagedCheckpoint: either file is missing, unreadable, or they do not fit.
     """
-    ready = _small(path, READY, 4096)
+    with reading(path, READY):
+        ready = files.read_small(path, READY, 4096)
     if not ready.strip():
         raise DamagedCheckpoint(path, READY, "it is empty, so the save was never completed")
-    text = _small(path, MANIFEST, SMALL_FILE_BYTES)
+    with reading(path, MANIFEST):
+        text = files.read_small(path, MANIFEST, SMALL_FILE_BYTES)
     if ready != ready_text(files.digest_bytes(text)):
         raise DamagedCheckpoint(
             path, MANIFEST, f"its digest is not the one that {READY} names; one of the two was changed"
@@ -115,10 +135,8 @@ def read_manifest(path: Path) -> Manifest:
         DamagedCheckpoint: see `check_ready`; or not a manifest of this format.
     """
     text = check_ready(path)
-    try:
+    with reading(path, MANIFEST):
         return _parse(parse_json(text))
-    except ValueError as error:
-        raise DamagedCheckpoint(path, MANIFEST, str(error)) from error
 
 
 def _parse(values: Any) -> Manifest:
@@ -202,14 +220,3 @@ def _entry(name: str, entry: Any) -> FileEntry:
     if not isinstance(digest, str) or len(digest) != 32 or set(digest) - set("0123456789abcdef"):
         raise ValueError(f"the digest of {name!r} is missing or not {files.ALGORITHM}")
     return FileEntry(size, digest)
-
-
-def _small(path: Path, name: str, limit: int) -> bytes:
-    try:
-        return files.read_small(path, name, limit)
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(path, name, "it is missing") from error
-    except OSError as error:
-        raise DamagedCheckpoint(path, name, error.strerror or str(error)) from error
-    except ValueError as error:
-        raise DamagedCheckpoint(path, name, str(error)) from error

@@ -23,7 +23,7 @@ from .layout import (
     rng_name,
     shard_name,
 )
-from .manifest import FORMAT_VERSION, Manifest, check_sections, read_manifest
+from .manifest import FORMAT_VERSION, FileEntry, Manifest, check_sections, read_manifest, reading
 from .metadata import TensorEntry, parse_metadata
 from .tensors import TensorFiles
 
@@ -73,9 +73,7 @@ class Opened:
         """
         assert self.manifest is not None
         for name in names:
-            problem = file_problem(self.path, name, self.manifest)
-            if problem is not None:
-                raise DamagedCheckpoint(self.path, name, problem)
+            _check_file(self.path, name, self.manifest.files[name])
 
 
 def open_checkpoint(path: Path) -> Opened:
@@ -97,10 +95,8 @@ def open_checkpoint(path: Path) -> Opened:
     opened = Opened(path, int(manifest.values["format_version"]), manifest.values, manifest, {}, {})
     opened.check_files([STATE, METADATA])
     sections = read_json(path, STATE)
-    try:
+    with reading(path, STATE):
         check_sections(sections, manifest.step)
-    except ValueError as error:
-        raise DamagedCheckpoint(path, STATE, str(error)) from error
     entries, others = read_entries(path)
     if others:
         raise DamagedCheckpoint(path, METADATA, f"it has entries that are not tensors: {', '.join(others[:3])}")
@@ -134,26 +130,24 @@ def required_files(world_size: int) -> list[str]:
 
 def file_problem(path: Path, name: str, manifest: Manifest) -> str | None:
     """What is wrong with one listed file, or None. Reads the file in one small buffer."""
-    entry = manifest.files[name]
     try:
-        descriptor = files.open_inside(path, name)
-    except FileNotFoundError:
-        return "it is missing"
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:
-        return str(error)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != entry.size:
-            return f"it has {size} bytes; {entry.size} were written"
-        if files.digest_file(descriptor) != entry.digest:
-            return "its content is not what was written: the digest differs"
-    except OSError as error:
-        return error.strerror or str(error)
-    finally:
-        os.close(descriptor)
+        _check_file(path, name, manifest.files[name])
+    except DamagedCheckpoint as error:
+        return error.problem
     return None
+
+
+def _check_file(path: Path, name: str, entry: FileEntry) -> None:
+    with reading(path, name):
+        descriptor = files.open_inside(path, name)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != entry.size:
+                raise ValueError(f"it has {size} bytes; {entry.size} were written")
+            if files.digest_file(descriptor) != entry.digest:
+                raise ValueError("its content is not what was written: the digest differs")
+        finally:
+            os.close(descriptor)
 
 
 def read_json(path: Path, name: str, limit: int = SMALL_FILE_BYTES) -> dict[str, Any]:
@@ -162,10 +156,11 @@ def read_json(path: Path, name: str, limit: int = SMALL_FILE_BYTES) -> dict[str,
     Raises:
         DamagedCheckpoint: missing, unreadable or something else.
     """
-    values = _decoded(path, name, limit, parse_json)
-    if not isinstance(values, dict):
-        raise DamagedCheckpoint(path, name, "it is not a JSON object")
-    return values
+    with reading(path, name):
+        values = parse_json(files.read_small(path, name, limit))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")  # noqa: TRY004  (a wrong type in a file is a wrong value)
+        return values
 
 
 def read_entries(path: Path) -> tuple[Mapping[str, TensorEntry], tuple[str, ...]]:
@@ -174,16 +169,6 @@ def read_entries(path: Path) -> tuple[Mapping[str, TensorEntry], tuple[str, ...]
     Raises:
         DamagedCheckpoint: missing, unreadable, or not an index of tensors.
     """
-    index = _decoded(path, METADATA, METADATA_BYTES, parse_metadata)
+    with reading(path, METADATA):
+        index = parse_metadata(files.read_small(path, METADATA, METADATA_BYTES))
     return index.tensors, index.others
-
-
-def _decoded(path: Path, name: str, limit: int, decode: Any) -> Any:
-    try:
-        return decode(files.read_small(path, name, limit))
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(path, name, "it is missing") from error
-    except OSError as error:
-        raise DamagedCheckpoint(path, name, error.strerror or str(error)) from error
-    except ValueError as error:
-        raise DamagedCheckpoint(path, name, str(error)) from error

@@ -21,11 +21,17 @@ from mtb_core.api.errors import RunFailed
 
 def capture_rng(device: str = "cpu") -> dict[str, Any]:
     """This process's random state; of CUDA, that of `device` (``"cuda:N"``)."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002  (the global stream is meant)
-    version, words, next_gauss = random.getstate()
+    cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+    return plain(torch.get_rng_state(), cuda, np.random.get_state(legacy=True), random.getstate())  # noqa: NPY002
+
+
+def plain(cpu: torch.Tensor, cuda: torch.Tensor | None, numpy: Any, python: Any) -> dict[str, Any]:
+    """As JSON, the states that torch, ``numpy.random.get_state`` (of the legacy form) and ``random.getstate`` give."""
+    kind, keys, position, has_gauss, gauss = numpy
+    version, words, next_gauss = python
     return {
-        "torch_cpu": torch.get_rng_state().numpy().tobytes().hex(),
-        "torch_cuda": torch.cuda.get_rng_state(device).numpy().tobytes().hex() if device.startswith("cuda") else None,
+        "torch_cpu": cpu.numpy().tobytes().hex(),
+        "torch_cuda": None if cuda is None else cuda.numpy().tobytes().hex(),
         "numpy": {
             "kind": str(kind),
             "keys": np.asarray(keys, "<u4").tobytes().hex(),

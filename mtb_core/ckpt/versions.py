@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import files
 from .layout import LEGACY_MANIFEST, METADATA, SMALL_FILE_BYTES, DamagedCheckpoint, name_problem
 from .opened import RNG_BYTES, Opened, read_entries, read_json
@@ -82,27 +80,12 @@ def legacy_rng(path: Path, rank: int) -> Mapping[str, Any]:
     """
     import torch  # noqa: PLC0415  (only this old file needs it)
 
+    from .rng import plain  # noqa: PLC0415  (needs torch)
+
     name = f"rng_state_rank_{rank:05d}.pt"
     try:
         state = torch.load(io.BytesIO(files.read_small(path, name, RNG_BYTES)), map_location="cpu", weights_only=True)
-        kind, keys, position, has_gauss, gauss = state["numpy"]
-        version, words, next_gauss = state["python"]
-        return {
-            "torch_cpu": state["torch"].numpy().tobytes().hex(),
-            "torch_cuda": None,
-            "numpy": {
-                "kind": kind,
-                "keys": np.asarray(keys, "<u4").tobytes().hex(),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "gauss": float(gauss).hex(),
-            },
-            "python": {
-                "version": version,
-                "words": np.asarray(words, "<u4").tobytes().hex(),
-                "gauss": None if next_gauss is None else float(next_gauss).hex(),
-            },
-        }
+        return plain(state["torch"], None, state["numpy"], state["python"])
     except FileNotFoundError as error:
         raise DamagedCheckpoint(path, name, "it is missing") from error
     except Exception as error:
