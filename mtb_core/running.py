@@ -164,6 +164,7 @@ def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
             on_line=display.line,
             on_progress=display.progress,
             on_restart=partial(_tell_restart, display),
+            on_warning=display.warning,
             debug=config.debug,
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from mtb_core import ConfigError, TrainConfig
 from mtb_core.measure.result import Result
+from mtb_core.ranks import signals
 from mtb_core.running import run
 
 MODELS = Path(__file__).parent / "models" / "faulty.py"
@@ -123,6 +125,20 @@ def test_first_cause_is_shown(model: str, text: str, tmp_path: Path) -> None:
     stored = json.loads((tmp_path / "run" / "result.json").read_text())
     assert stored["exit_reason"] == "failed"
     assert stored["global_step"] == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank hangs, the other waits for it in a collective: the result tells where each of them was."""
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
+    result = train("Hangs", tmp_path)
+    assert result.exit_code == 3
+    assert result.failure is not None
+    assert "rank 1: trouble (faulty.py:" in result.failure["message"]
+    assert re.search(r"rank 0: \w+ \(\w+\.py:\d+\) in", result.failure["message"])
+    assert result.global_step == 2
+    for rank in (0, 1):
+        assert "(most recent call first)" in (tmp_path / "run" / "logs" / f"rank_{rank:05d}.log").read_text()
 
 
 @pytest.mark.timeout(60)

@@ -18,6 +18,7 @@ import torch
 
 from mtb_core import ConfigError, Job, Prepared, RunInfo, StepRecord, TrainConfig, hookimpl
 from mtb_core.measure.result import Result
+from mtb_core.ranks import signals
 from mtb_core.running import run
 from mtb_core.testing.drills import SignalAt
 from mtb_core.testing.recording import RankRecord, run_recorded
@@ -315,6 +316,27 @@ def test_restart_after_a_failure_goes_on_from_the_checkpoint(tmp_path: Path) -> 
     last = {line["global_step"]: line["loss"] for line in lines}
     assert [last[step] for step in range(1, 7)] == reference[0].losses
     assert whole.global_step == 6
+
+
+class InsistsInASave:
+    """SIGTERM, twice, while a checkpoint is written."""
+
+    @hookimpl
+    def mtb_fault_point(self, name: str) -> None:
+        if name == "writing":
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.timeout(60)
+def test_a_second_sigterm_cuts_no_save_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the save in which the first one came, nor the last one, of the step at which the run stops."""
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
+    values = settings(tmp_path, "single", until_step=5, save_every=2, checkpoint_dir=str(tmp_path / "checkpoints"))
+    config = TrainConfig(**values, async_save=False, run_dir=str(tmp_path / "run"))
+    result = run(config, quiet=True, plugins={"insists": InsistsInASave})
+    assert (result.exit_reason, result.failure) == ("stopped", None)
+    assert result.runtime["ready_checkpoints"] == [2, 3]
 
 
 class DiesOnce:

@@ -22,13 +22,14 @@ from torch.distributed.elastic.events import Event, EventSource
 from mtb_core.api.values import World
 from mtb_core.ranks.failures import Failure, first_cause
 
-from .child import Gate, Start
-from .logs import rank_log
+from .child import STACKS_SIGNAL, Gate, Start
+from .logs import innermost_calls, rank_log
 from .meeting import OneNode, many_nodes
 from .processes import WorkerProcess, pick_method, wait_for_news
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
     from .elastic import LauncherSignals, LaunchSpec
 
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 #: After a failure the other ranks may leave by themselves for so long; then they are killed.
 GRACE_S = 3.0
+#: Ranks that were asked to stop and have not agreed on it for so long show where they are. Longer than most steps,
+#: shorter than what batch systems wait before they kill (30 s).
+SHOW_STACKS_S = 10.0
+#: Ranks that are asked for their stacks may write for so long.
+STACKS_S = 2.0
 #: A killed process is gone at once, unless the system holds it (a device that does not answer).
 END_S = 1.0
 
@@ -75,6 +81,7 @@ class Agent(SimpleElasticAgent):
         self.failures: list[Failure] = []
         self.stop_seen: str | None = None
         self.restarts = 0
+        self._stacks_shown = False
 
     def leave(self) -> None:
         """Tell other nodes that this one has ended."""
@@ -152,6 +159,9 @@ class Agent(SimpleElasticAgent):
         if all(worker.done for worker in self._workers):
             self.failures = []
             return RunResult(WorkerState.SUCCEEDED, return_values=dict(self.values))
+        if self._signals.first is not None and self._must_end():
+            self._remaining_restarts = 0
+            return RunResult(WorkerState.FAILED)
         return RunResult(WorkerState.HEALTHY)
 
     def _wait(self, timeout: float) -> None:
@@ -172,6 +182,57 @@ class Agent(SimpleElasticAgent):
                 self.stop_seen = self.stop_seen or worker.report.stop
                 if worker.report.failure is None:
                     self.values[worker.rank] = worker.report.value
+
+    def _must_end(self) -> bool:
+        """Whether the workers, which were asked to stop, are to be ended instead; tells if they do not stop."""
+        insisted, self._signals.insisting = self._signals.insisting, False
+        if any(worker.held and not worker.exited for worker in self._workers):
+            if insisted:
+                self._warn(
+                    "The ranks are saving a checkpoint, or have agreed to stop and are about to leave; SIGTERM does not "
+                    "end them in that. Ctrl-C twice does."
+                )
+            return False
+        waited = time.monotonic() - self._signals.asked_at
+        if not insisted and (self._stacks_shown or waited < SHOW_STACKS_S):
+            return False
+        self._stacks_shown = True
+        where = self._show_stacks()
+        asked = f"{self._signals.first} came {waited:.0f} s ago, and they have not agreed to stop"
+        if insisted:
+            text = f"{asked}; a second SIGTERM ended them, without a checkpoint of this moment. {where}"
+            self.failures = [Failure(None, "NotStopped", text, expected=True, agreed=True)]
+        else:
+            self._warn(
+                f"The ranks go on: {asked}. They do so at the end of a step; unless steps take that long, one hangs. "
+                f"{where} SIGTERM once more, or Ctrl-C twice, ends them."
+            )
+        return insisted
+
+    def _show_stacks(self) -> str:
+        """Have all workers write their stacks to their logs; returns where each of them is."""
+        asked = [worker for worker in self._workers if not worker.exited]
+        logs = {worker.rank: rank_log(self._launch.log_dir, worker.rank) for worker in asked}
+        ends = {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
+        for worker in asked:
+            worker.signal(STACKS_SIGNAL)
+        deadline = time.monotonic() + STACKS_S
+        former: dict[int, str] = {}
+        while time.monotonic() < deadline:
+            self._wait(0)
+            time.sleep(TICK_S)
+            written = {rank: _text_from(log, ends[rank]) for rank, log in logs.items()}
+            if written == former and all(innermost_calls(text) for text in written.values()):
+                break
+            former = written
+        self._wait(0)
+        calls = {rank: innermost_calls(text) or "does not answer" for rank, text in former.items()}
+        listed = "; ".join(f"rank {rank}: {call}" for rank, call in sorted(calls.items()))
+        return f"Where they are: {listed}. All of their stacks are in their logs."
+
+    def _warn(self, text: str) -> None:
+        if self._launch.on_warning is not None:
+            self._launch.on_warning(text)
 
     def _await_the_others(self) -> None:
         """After a failure, let the other workers report theirs; what has not left in time is killed."""
@@ -226,3 +287,13 @@ class Agent(SimpleElasticAgent):
     def _construct_event(self, state: str, source: EventSource, *_args: Any, **_kwargs: Any) -> Event:
         """An event without the host's name, which torch would look up for each one; nobody reads them here."""
         return Event(f"torchelastic.worker.status.{state}", source)
+
+
+def _text_from(log: Path, start: int) -> str:
+    """What stands in `log` from byte `start` on."""
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""

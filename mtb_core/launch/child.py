@@ -27,6 +27,10 @@ from mtb_core.ranks.worker import Worker
 from .worker import limit_threads
 
 _PR_SET_PDEATHSIG = 1
+#: Makes a worker write its stacks to its log, also while it waits inside C code.
+STACKS_SIGNAL = signal.SIGUSR2
+#: Sent before the `Report`: from now on the worker must not be ended for not stopping; now it may be.
+HELD, FREE = b"held", b"free"
 
 
 class Gate:
@@ -60,7 +64,7 @@ class Start:
         launcher: process id of the launcher.
         gate: holds the worker back; None where it need not wait.
         log: file for what the rank writes to file descriptors 1 and 2.
-        report: for one `Report`, at the end.
+        report: for one `Report`, at the end; before it, any number of `HELD` and `FREE`.
         progress: for lines of JSON, at any time.
     """
 
@@ -89,7 +93,7 @@ class Report:
 
 
 def run_worker(start: Start) -> None:
-    """Body of a worker process. Stop signals are blocked when it begins, so that none is lost before it listens.
+    """Body of a worker process. Signals are blocked when it begins, so that none is lost before it listens.
 
     A spawned process gets here after importing Python, the launcher's main module and this one. If the launcher dies
     in that time, the worker ends here.
@@ -100,8 +104,9 @@ def run_worker(start: Start) -> None:
         start.gate.wait()
     _write_to(start.log)
     os.environ.update(start.environment)
-    with StopFlag().catching() as stop:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    faulthandler.register(STACKS_SIGNAL, 2, all_threads=True)
+    with StopFlag(lambda held: start.report.send_bytes(HELD if held else FREE)).catching() as stop:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, STACKS_SIGNAL})
         report = _run(start, stop)
         _flush()
         # From here on a stop signal has nothing to stop, and must not make a failure of what is done.

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ import attrs
 
 from mtb_core.api.errors import ConfigError, RunFailed
 from mtb_core.ranks.failures import Failure, first_cause
-from mtb_core.ranks.signals import STOP_SIGNALS
+from mtb_core.ranks.signals import STOP_SIGNALS, Insistence
 from mtb_core.ranks.worker import Worker
 
 ExitReason = Literal["done", "stopped", "interrupted", "failed"]
@@ -43,6 +44,7 @@ class LaunchSpec:
         on_line: ``on_line(rank, line)`` for each whole line that a rank of this node writes.
         on_progress: ``on_progress(fields)`` for each mapping that a rank hands to ``worker.progress``.
         on_restart: ``on_restart(failure, restarts)`` before ranks are started again.
+        on_warning: ``on_warning(text)`` where ranks that were asked to stop do not.
         debug: let torch's own messages about launching through.
     """
 
@@ -58,6 +60,7 @@ class LaunchSpec:
     on_line: Callable[[int, str], None] | None = None
     on_progress: Callable[[dict[str, Any]], None] | None = None
     on_restart: Callable[[Failure, int], None] | None = None
+    on_warning: Callable[[str], None] | None = None
     debug: bool = False
 
 
@@ -83,11 +86,20 @@ class LaunchOutcome:
 
 
 class LauncherSignals:
-    """Signals that the launcher has got and not yet passed on; `wake` becomes readable when there are any."""
+    """Signals that the launcher has got and not yet passed on; `wake` becomes readable when there are any.
+
+    Attributes:
+        first: name of the first one; it came at `asked_at`, seconds on the monotonic clock.
+        killing: Ctrl-C came twice.
+        insisting: SIGTERM came again; whoever acts on it takes it back.
+    """
 
     def __init__(self) -> None:
         self.first: str | None = None
+        self.asked_at = 0.0
         self.killing = False
+        self.insisting = False
+        self._insistence = Insistence()
         self._breakable = False
         self._pending: list[int] = []
         self.wake, self._waker = os.pipe()
@@ -131,8 +143,10 @@ class LauncherSignals:
         name = signal.Signals(number).name
         if number == signal.SIGINT and self.first == "SIGINT":
             self.killing = True
+        if number == signal.SIGTERM and self._insistence.again():
+            self.insisting = True
         if self.first is None:
-            self.first = name
+            self.first, self.asked_at = name, time.monotonic()
         self._pending.append(number)
         with suppress(BlockingIOError):  # it is awake
             os.write(self._waker, b"s")
@@ -144,7 +158,8 @@ def launch(spec: LaunchSpec) -> LaunchOutcome:
     """Start the ranks and wait for their end; no process of theirs is left when this returns.
 
     Signals that this process gets meanwhile: SIGTERM, SIGUSR1 and the first Ctrl-C are passed on to the ranks, which
-    agree on a step and leave; a second Ctrl-C ends them at once. If this process dies, by whatever signal, the
+    agree on a step and leave; a second Ctrl-C ends them at once. Where they do not hear, because one of them hangs,
+    their stacks are written to their logs after a while, and a second SIGTERM ends them, but for those that save. If this process dies, by whatever signal, the
     system kills the ranks. From other threads than the main one it works too, without handlers for signals.
 
     Callbacks run in the calling thread, about ten times a second.

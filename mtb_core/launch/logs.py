@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,16 @@ _LONGEST = 1 << 16
 def rank_log(folder: Path, rank: int) -> Path:
     """Where a rank's output goes."""
     return folder / f"rank_{rank:05d}.log"
+
+
+def innermost_calls(stacks: str) -> str:
+    """Where the main thread is, by what `faulthandler` has printed: ``wait (queue.py:171) in next (loader.py:88)``.
+
+    Empty where nothing was printed.
+    """
+    main = stacks.rpartition("(most recent call first):\n")[2]
+    found = re.findall(r'^  File "(?:.*/)?(.+)", line (\d+) in (.+)$', main, re.MULTILINE)
+    return " in ".join(f"{function} ({file}:{line})" for file, line, function in found[:2])
 
 
 class Tail:

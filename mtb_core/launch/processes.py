@@ -23,7 +23,7 @@ import attrs
 from mtb_core.ranks.failures import Failure, exit_failure
 from mtb_core.ranks.signals import STOP_SIGNALS
 
-from .child import Report, Start, call_pickled, flush_c, run_worker
+from .child import FREE, HELD, STACKS_SIGNAL, Report, Start, call_pickled, flush_c, run_worker
 from .logs import Tail
 from .worker import available_cores, threads_for
 
@@ -46,6 +46,8 @@ class WorkerProcess:
             value = attrs.evolve(value, entry=call_pickled, payload=pickle.dumps((value.entry, value.payload)))
         self.rank = value.rank
         self.report: Report | None = None
+        #: Whether it must not be ended for not stopping; see `StopFlag`.
+        self.held = False
         self._tail = Tail(value.log)
         self._partial = b""
         self._reported_at: float | None = None
@@ -77,9 +79,13 @@ class WorkerProcess:
             return
         exited = self.process.exitcode is not None  # asked first: whatever it wrote is then there
         try:
-            if self._report.poll():
-                self.report = pickle.loads(self._report.recv_bytes())  # noqa: S301  (made by our own process)
-            elif exited:
+            while self.report is None and self._report.poll():
+                message = self._report.recv_bytes()
+                if message in (HELD, FREE):
+                    self.held = message == HELD
+                else:
+                    self.report = pickle.loads(message)  # noqa: S301  (made by our own process)
+            if self.report is None and exited:
                 self._report.close()
         except (EOFError, OSError):
             self._report.close()
@@ -181,13 +187,13 @@ def _has_computed() -> bool:
 
 
 def _start_quietly(process: BaseProcess) -> None:
-    """Start with stop signals blocked, so that the worker gets those that come before it listens."""
+    """Start with signals blocked, so that the worker gets those that come before it listens."""
     flush_c()
     # A forked worker need not search what it inherits for garbage: that would copy all of it, page by page.
     freeze = gc.get_freeze_count() == 0
     if freeze:
         gc.freeze()
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, STACKS_SIGNAL})
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, also of that of torch's store, which is idle until the gate opens.

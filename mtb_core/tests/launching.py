@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -37,6 +38,10 @@ class Launcher:
         """Process ids of the ranks, once all have left their mark."""
         return [int(read_mark(self.folder / f"ready{rank}")) for rank in range(self.nproc)]
 
+    def ended(self):
+        """Whether `launch` has returned, or the launcher died."""
+        return self._receive.poll() or not self.process.is_alive()
+
     def outcome(self):
         """What `launch` returned."""
         out = self._receive.recv()
@@ -53,6 +58,7 @@ class Launcher:
 
 def _launcher(entry, folder, nproc, send, kwargs):
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once the launch is over, it must still tell
     send.send(run_ranks(entry, folder, folder, nproc, **kwargs))
 
 

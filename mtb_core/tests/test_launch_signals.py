@@ -8,8 +8,10 @@ from multiprocessing.util import Finalize
 
 import pytest
 
+from mtb_core.launch import agent
 from mtb_core.launch.elastic import LaunchSpec, launch
-from mtb_core.tests.launching import Launcher, for_ever, gone, mark, run_ranks, until_stopped, wait_until
+from mtb_core.ranks import signals
+from mtb_core.tests.launching import Launcher, for_ever, gone, mark, read_mark, run_ranks, until_stopped, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,6 +47,65 @@ def test_repeated_sigterm_changes_nothing(tmp_path):
             os.kill(launcher.process.pid, signal.SIGTERM)
         out = launcher.outcome()
     assert (out.exit_reason, out.values) == ("stopped", {0: "SIGTERM", 1: "SIGTERM"})
+
+
+def test_ranks_that_do_not_stop_show_where_they_are(tmp_path, monkeypatch):
+    """Of ranks that hang after SIGTERM the stacks are in the logs, and a warning says where each is; they go on."""
+    monkeypatch.setattr(agent, "SHOW_STACKS_S", 0.0)
+    with Launcher(for_ever, tmp_path, on_warning=lambda text: mark(tmp_path / "warned", text)) as launcher:
+        workers = launcher.workers()
+        os.kill(launcher.process.pid, signal.SIGTERM)
+        warning = read_mark(tmp_path / "warned")
+        assert not any(gone(pid) for pid in workers)
+    assert "SIGTERM came 0 s ago, and they have not agreed to stop" in warning
+    for rank in range(2):
+        assert f"rank {rank}: for_ever (launching.py:" in warning
+        assert 'launching.py", line' in (tmp_path / f"rank_0000{rank}.log").read_text()
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_second_sigterm_ends_ranks_that_hang(tmp_path, monkeypatch, restarts):
+    """It is a failure, which says where each rank was; ranks are not started again."""
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
+    with Launcher(for_ever, tmp_path, max_restarts=restarts) as launcher:
+        workers = launcher.workers()
+        for _ in range(2):
+            os.kill(launcher.process.pid, signal.SIGTERM)
+            time.sleep(0.01)  # two at once are one signal
+        out = launcher.outcome()
+    assert (out.exit_reason, out.values, out.restarts) == ("failed", {}, 0)
+    assert str(out.failure).startswith("All ranks failed: SIGTERM came 0 s ago")
+    assert "rank 1: for_ever (launching.py:" in out.failure.message
+    assert all(gone(pid) for pid in workers)
+
+
+def holding(folder, worker):
+    with worker.stop.holding():
+        mark(folder / f"ready{worker.rank}", os.getpid())
+        while not (folder / "saved").exists():
+            time.sleep(0.005)
+    mark(folder / f"free{worker.rank}")
+    for_ever(folder, worker)
+
+
+def test_a_save_is_not_cut_short(tmp_path, monkeypatch):
+    """SIGTERM, as often as it comes, ends no ranks that save; it does afterwards."""
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(agent, "SHOW_STACKS_S", 0.0)
+    with Launcher(holding, tmp_path, on_warning=lambda text: mark(tmp_path / "warned", text)) as launcher:
+        workers = launcher.workers()
+        while not (tmp_path / "warned").exists():
+            os.kill(launcher.process.pid, signal.SIGTERM)
+            time.sleep(0.05)
+        assert read_mark(tmp_path / "warned").startswith("The ranks are saving a checkpoint")
+        assert not any(gone(pid) for pid in workers)
+        mark(tmp_path / "saved")
+        for rank in range(2):
+            read_mark(tmp_path / f"free{rank}")
+        while not launcher.ended():
+            os.kill(launcher.process.pid, signal.SIGTERM)
+            time.sleep(0.05)
+        assert launcher.outcome().exit_reason == "failed"
 
 
 def interrupted_for_ever(folder, worker):

@@ -4,6 +4,8 @@ import threading
 
 import pytest
 
+from mtb_core.api.errors import RunFailed
+from mtb_core.ranks import signals
 from mtb_core.ranks.signals import STOP_SIGNALS, StopFlag
 
 
@@ -22,6 +24,36 @@ def test_first_request_stays():
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert stop.requested == "SIGUSR1"
+
+
+def test_a_second_sigterm_ends_a_process_alone(monkeypatch, capsys):
+    """Its stack is shown. Delivered twice at once, in a save, or once the first is heeded, it changes nothing."""
+    with StopFlag().catching(second_interrupt=True):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
+    with StopFlag().catching(second_interrupt=True) as stop:
+        with stop.holding():
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(RunFailed, match="ended without a checkpoint"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert "test_a_second_sigterm_ends_a_process_alone" in capsys.readouterr().err
+        stop.heed()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_holds_are_told():
+    """Whoever could end the process learns when it must not and when it may; nested holds are one, heeding stays."""
+    told = []
+    stop = StopFlag(told.append)
+    with stop.holding(), stop.holding():
+        assert told == [True]
+    assert told == [True, False]
+    stop.heed()
+    with stop.holding():
+        pass
+    assert told == [True, False, True]
 
 
 def test_handlers_come_back_after_an_exception():

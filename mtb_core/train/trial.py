@@ -160,16 +160,19 @@ def _train(
         outcome.records.append(record)
         checkpoints.settle(trainer.save_failed)
         if checkpoints.due(step):
-            trainer.paused_ms = checkpoints.save(trainer.progress)
+            with inputs.stop.holding():
+                trainer.paused_ms = checkpoints.save(trainer.progress)
         if trainer.stop_reason is not None:
+            inputs.stop.heed()
             outcome.exit_reason = trainer.stop_reason
             break
         if config.eval_every and step % config.eval_every == 0:
             _evaluate(inputs, trainer, outcome)
             evaluated = step
-    if outcome.exit_reason != "done" or config.save_every:
-        checkpoints.save(trainer.progress)
-    checkpoints.finish()
+    with inputs.stop.holding():
+        if outcome.exit_reason != "done" or config.save_every:
+            checkpoints.save(trainer.progress)
+        checkpoints.finish()
     if inputs.eval_dataset is not None and outcome.exit_reason == "done" and evaluated != last:
         _evaluate(inputs, trainer, outcome)
 
