@@ -19,8 +19,9 @@ def add_efficiency(rows: Sequence[dict[str, Any]], scaling: str) -> None:
     """Give each row its ``efficiency``, ``efficiency_base_ranks`` and ``efficiency_reason``, by `EFFICIENCY`.
 
     The base is the row of the same group with the fewest ranks; where that is not one rank, figures are relative to
-    it (m Tm / (n Tn)). None, with the reason, where the row or its base has no time, or where they did not do the same
-    work: strong scaling needs equal global batches, weak scaling equal batches of a rank.
+    it (m Tm / (n Tn)). None, with the reason, where the row or its base did not succeed or has no time, where the base
+    is no valid measurement, or where they did not do the same work with the same means: strong scaling needs equal
+    global batches, weak scaling equal batches of a rank, and on a CPU a rank must have as many threads.
     """
     for row in rows:
         base = _base(row, rows)
@@ -39,14 +40,28 @@ def add_efficiency(rows: Sequence[dict[str, Any]], scaling: str) -> None:
 
 def _no_efficiency(row: Mapping[str, Any], base: Mapping[str, Any], scaling: str) -> str | None:
     """Why the times of a row and of its base do not make an efficiency; None where they do."""
-    for of, name in ((row, "the cell"), (base, f"the cell on {_ranks(base)} ranks, the base,")):
+    least = f"{_ranks(base)} rank{'' if _ranks(base) == 1 else 's'}"
+    for of, name in ((row, "the cell"), (base, f"the cell on {least}, the base,")):
+        if of["status"] != "success":
+            return f"{name} was not run" if of["status"] is None else f"{name} ended as {of['status']}"
         if not _time(of) or (scaling == "weak" and not _rate(of)):
             return f"{name} has no time"
+    if row is not base and base.get("performance_valid") is False:
+        return f"the cell on {least}, the base, is no valid measurement"
     own, other = _batch(row, scaling), _batch(base, scaling)
     if own is not None and other is not None and own != other:
         what = "global batch" if scaling == "strong" else "batch of a rank"
-        return f"the {what} is {own:g}, but {other:g} in the cell on {_ranks(base)} ranks, the base"
+        return f"the {what} is {own:g}, but {other:g} in the cell on {least}, the base"
+    own, other = _threads(row), _threads(base)
+    if own is not None and other is not None and own != other:
+        return f"a rank has {own} threads, but {other} in the cell on {least}, the base; set OMP_NUM_THREADS for both"
     return None
+
+
+def _threads(row: Mapping[str, Any]) -> int | None:
+    """Threads of a rank where they do the work, on a CPU; None where that is not so, or not known."""
+    figures = row["figures"]
+    return figures.get("torch_threads") if figures.get("device") == "cpu" else None
 
 
 def _batch(row: Mapping[str, Any], scaling: str) -> float | None:

@@ -201,8 +201,8 @@ def row_of(cell: Cell, attempt: Attempt, origin: Mapping[str, Any]) -> dict[str,
 
 
 def _figures(record: Record) -> dict[str, Any]:
-    names = (*FIGURES, "parameters", "world_size", "global_batch_size", "memory_kind")
-    return {name: record.get(name) for name in names}
+    names = (*FIGURES, "parameters", "world_size", "global_batch_size", "memory_kind", "device")
+    return {**{name: record.get(name) for name in names}, "torch_threads": record.environment.get("torch_threads")}
 
 
 def _document(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtb_report.report.blocks import Plot, Report, Section, Table
+from mtb_report.report.blocks import Listing, Plot, Report, Section, Table
 from mtb_report.report.build import build
 from mtb_report.report.markdown import markdown
 from mtb_report.report.terminal import terminal
@@ -181,22 +181,19 @@ def test_one_set_of_like_rows_is_not_warned_of() -> None:
     assert "differ in" not in markdown(made)
 
 
-def test_cells_of_a_sweep_are_all_there() -> None:
-    """Cells that ran out of memory or were not tried are kept with the reason; invalid figures are dashes."""
-    made = report("newer/sweep/sweep.json")
-    assert column(made, "sweeps", "Cells of weak", "Status") == ["success", "success", "oom", "not run"]
-    assert column(made, "sweeps", "Cells of weak", "Tokens/s") == ["1,000", "-", "unknown", "unknown"]
-    assert column(made, "sweeps", "Cells of weak", "Efficiency") == ["100.0%", "-", "unknown", "unknown"]
-    assert column(made, "sweeps", "Outcomes of weak", "Failure") == [
-        "none",
-        "none",
-        "cuda_oom: out of memory",
-        "not tried: batch_size = 64 ran out of memory",
-    ]
-    text = markdown(made)
-    assert "tokens a second and rank over those on one rank" in text
-    assert "the largest that fits is 4; 64 does not" in text
-    assert "888" not in text
+def test_environments_that_look_alike_say_what_tells_them_apart() -> None:
+    """What the table has no column for is named; what one file does not record is no difference."""
+    raw = find_records([SAMPLES / "newer/ddp-w2"]).records[0].raw
+    environment = {**raw["environment"], "variables": {"OMP_NUM_THREADS": "1"}, "governor": "performance"}
+    others = ({"variables": {}, "governor": None}, {"torch": "2.99"}, {"variables": {"OMP_NUM_THREADS": "2"}}, {})
+    records = [_record({**raw, "environment": environment | other}) for other in ({}, *others)]
+    made = build(Found(records, []), "x")
+    assert len(table(made, "environment", "Environments").rows) == 4
+    (listed,) = [b for b in section(made, "environment").blocks if isinstance(b, Listing)]
+    assert listed.items == (
+        "B differs from A in OMP_NUM_THREADS: 1 and not set",
+        "D differs from A in OMP_NUM_THREADS: 1 and 2",
+    )
 
 
 def test_checkpoints_that_differ_or_are_damaged_are_told() -> None:

@@ -41,13 +41,54 @@ def test_no_efficiency_of_unlike_work(scaling: str, batches: tuple[int, int], wo
     assert rows[0]["efficiency_reason"] is None
 
 
+@pytest.mark.parametrize(
+    ("status", "base_status", "reasons"),
+    [
+        ("success", "oom", ("the cell ended as oom", "the cell on 1 rank, the base, ended as oom")),
+        ("partial", "success", (None, "the cell ended as partial")),
+        (None, "success", (None, "the cell was not run")),
+    ],
+)
+def test_no_efficiency_of_what_did_not_succeed(
+    status: str | None, base_status: str, reasons: tuple[str | None, ...]
+) -> None:
+    """Figures of a part are none of the whole; the reason says whether it is the cell or its base."""
+    rows = [
+        {**row(str(n), figures={"step_time_ms": 1.0}, nproc=n), "status": end}
+        for n, end in ((1, base_status), (2, status))
+    ]
+    add_efficiency(rows, "strong")
+    assert tuple(r["efficiency_reason"] for r in rows) == reasons
+    assert rows[1]["efficiency"] is None
+
+
+def test_no_efficiency_against_a_base_that_is_not_valid() -> None:
+    """A disturbed run on one rank makes any efficiency, also one above 1."""
+    rows = [row(str(n), figures={"step_time_ms": 1.0}, nproc=n) for n in (1, 2)]
+    rows[0]["performance_valid"] = False
+    add_efficiency(rows, "strong")
+    assert (rows[0]["efficiency"], rows[1]["efficiency"]) == (1.0, None)
+    assert "no valid measurement" in rows[1]["efficiency_reason"]
+
+
+@pytest.mark.parametrize(("device", "given"), [("cpu", False), ("cuda", True)])
+def test_threads_are_not_compared_with_ranks(device: str, given: bool) -> None:
+    """On a CPU a single rank computes with all cores, unless it is told otherwise."""
+    rows = [
+        row(str(n), figures={"step_time_ms": 1.0, "device": device, "torch_threads": 8 // n}, nproc=n) for n in (1, 2)
+    ]
+    add_efficiency(rows, "strong")
+    assert (rows[1]["efficiency"] is not None) is given
+    assert given or "OMP_NUM_THREADS" in rows[1]["efficiency_reason"]
+
+
 def test_no_efficiency_without_a_time() -> None:
-    """The reason says whether it is the cell or its base that has none."""
-    rows = [row("a", "oom", nproc=1), row("b", figures={"step_time_ms": 1.0}, nproc=2)]
+    """A cell that succeeded without a measured step has none."""
+    rows = [row("a", nproc=1), row("b", figures={"step_time_ms": 1.0}, nproc=2)]
     add_efficiency(rows, "strong")
     assert [r["efficiency_reason"] for r in rows] == [
         "the cell has no time",
-        "the cell on 1 ranks, the base, has no time",
+        "the cell on 1 rank, the base, has no time",
     ]
 
 

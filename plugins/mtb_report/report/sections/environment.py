@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtb_report.report import cells
-from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table
+from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table, Text
 from mtb_report.report.naming import Named
+
+#: What the table of environments has columns for.
+_COLUMNS = {
+    "cpu_model", "cpu_cores", "cuda.devices", "python", "torch", "cuda.version", "cuda.nccl", "cuda.driver", "os",
+}  # fmt: skip
 
 
 def section(rows: Sequence[Named]) -> Section | None:
@@ -19,8 +24,10 @@ def section(rows: Sequence[Named]) -> Section | None:
     for row in rows:
         groups.setdefault(json.dumps(row.record.environment, sort_keys=True), []).append(row)
     letters = {key: _letter(number) for number, key in enumerate(groups)}
+    lettered = [(letters[key], group) for key, group in groups.items()]
     blocks: list[Block] = [
-        _environments([(letters[key], group) for key, group in groups.items()]),
+        _environments(lettered),
+        *_unlike(lettered),
         _provenance(rows, {row.name: letters[key] for key, group in groups.items() for row in group}),
     ]
     conversions = list(dict.fromkeys(note for row in rows for note in row.record.conversions))
@@ -69,6 +76,48 @@ def _environments(groups: Sequence[tuple[str, Sequence[Named]]]) -> Table:
             ]
         )
     return Table("Environments", [Column(name, numeric=name in ("Results", "Cores")) for name in columns], out)
+
+
+def _unlike(groups: Sequence[tuple[str, Sequence[Named]]]) -> list[Block]:
+    """What tells environments apart that the table has no column for, each against the one above it that is most alike.
+
+    What one of two does not record is no difference; a variable that is not there was not set.
+    """
+    out = []
+    for number, (letter, rows) in enumerate(groups):
+        others = [(other, _differences(before[0], rows[0])) for other, before in groups[:number]]
+        other, found = min(others, key=lambda pair: (sum(map(_has_column, pair[1])), len(pair[1])), default=("", {}))
+        more = [text for name, text in found.items() if not _has_column(name)]
+        if more:
+            out.append(f"{letter} differs from {other} in {'; '.join(more)}")
+    return [Text("What the table does not show:"), Listing(out)] if out else []
+
+
+def _has_column(name: str) -> bool:
+    return name in _COLUMNS or name.startswith("libraries.")
+
+
+def _differences(a: Named, b: Named) -> dict[str, str]:
+    """By name, how `b` differs from `a`, in words."""
+    left, right = (_flat(row.record.environment) for row in (a, b))
+    out = {}
+    for name in sorted({*left, *right}):
+        variable = name.startswith("variables.")
+        x, y = (table.get(name, "not set" if variable else None) for table in (left, right))
+        if x != y and x is not None and y is not None:
+            out[name] = f"{name.removeprefix('variables.') if variable else name.replace('_', ' ')}: {x} and {y}"
+    return out
+
+
+def _flat(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by name, those of a table below its name and a dot."""
+    out: dict[str, Any] = {}
+    for name, value in environment.items():
+        if isinstance(value, Mapping):
+            out |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            out[name] = value
+    return out
 
 
 def _devices(cuda: Mapping[str, Any]) -> Cell | None:

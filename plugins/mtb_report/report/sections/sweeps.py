@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ _FIGURES = (
     ("Memory MiB", "max_memory_mib", ",.0f"),
 )
 
+_ERRORS = {"loss_error": "Loss error", "grad_norm_error": "Gradient error"}
+
 
 def section(rows: Sequence[Named]) -> Section | None:
     """For each sweep its cells, their figures, and what follows from them together."""
@@ -24,10 +27,16 @@ def section(rows: Sequence[Named]) -> Section | None:
     blocks: list[Block] = []
     for row in found:
         name = str(row.record.get("name") or row.name)
-        if row.record.get("about"):
-            blocks.append(Text(f"{name}: {row.record.get('about')}"))
+        blocks.append(Text(f"{name}: {row.record.get('about') or 'a sweep'} {_counts(row)}"))
         blocks += [_figures(name, row), *_largest(name, row), _outcomes(name, row)]
     return Section("sweeps", "Sweeps", blocks)
+
+
+def _counts(row: Named) -> str:
+    """How many cells ended how, all outcomes counted."""
+    counts = Counter(str(cell.get("status") or "not run") for cell in row.record.rows)
+    listed = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return f"{cells.plural(len(row.record.rows), 'cell')}{f': {listed}' if listed else ''}."
 
 
 def _label(cell: Mapping[str, Any], number: int) -> str:
@@ -37,12 +46,10 @@ def _label(cell: Mapping[str, Any], number: int) -> str:
 
 def _figures(name: str, row: Named) -> Table:
     scaling = row.record.get("scaling")
-    errors = [
-        key for key in ("loss_error", "grad_norm_error") if any(cell.get(key) is not None for cell in row.record.rows)
-    ]
+    errors = [key for key in _ERRORS if any(key in cell for cell in row.record.rows)]
     titles = ["Cell", "Status", *(title for title, _, _ in _FIGURES), "Trials", "Valid"]
     titles += ["Efficiency"] if scaling else []
-    titles += [{"loss_error": "Loss error", "grad_norm_error": "Gradient error"}[key] for key in errors]
+    titles += [*(_ERRORS[key] for key in errors), "Steps compared"] if errors else []
     out = []
     for number, cell in enumerate(row.record.rows):
         figures = cell.get("figures") or {}
@@ -55,9 +62,8 @@ def _figures(name: str, row: Named) -> Table:
             cells.of(cell, "trials", "d"),
             cells.yes_no(valid, good=True),
         ]
-        if scaling:
-            line.append(cells.NOT_VALID if valid is False else cells.percent(cell.get("efficiency")))
-        line += [cells.of(cell, key, ".2e") for key in errors]
+        line += [_efficiency(cell)] if scaling else []
+        line += [*(_error(cell, key) for key in errors), cells.of(cell, "error_steps", "d")] if errors else []
         out.append(line)
     notes = []
     if scaling:
@@ -67,10 +73,26 @@ def _figures(name: str, row: Named) -> Table:
     if errors:
         against = " ".join(f"{key}={value}" for key, value in (row.record.get("error_against") or {}).items())
         notes.append(
-            f"Error: largest relative deviation of a step from the cell with {against or 'an unknown setting'}."
+            f"Error: largest relative deviation of a step from the cell with {against or 'an unknown setting'}, over the "
+            "steps compared. Not finite: in so many steps the figure of the cell or of that one was not; no number tells "
+            "how far such a training is off."
         )
     text = {"Cell", "Status", "Valid"}
     return Table(f"Cells of {name}", [Column(t, numeric=t not in text) for t in titles], out, notes=notes)
+
+
+def _efficiency(cell: Mapping[str, Any]) -> Cell:
+    """The share, or why there is none."""
+    if cell.get("performance_valid") is False:
+        return cells.NOT_VALID
+    if cell.get("efficiency") is None and cell.get("efficiency_reason"):
+        return Cell(str(cell["efficiency_reason"]), None, "muted")
+    return cells.percent(cell.get("efficiency"))
+
+
+def _error(cell: Mapping[str, Any], key: str) -> Cell:
+    bad = cell.get(f"{key.removesuffix('_error')}_nonfinite_steps")
+    return Cell(f"not finite: {cells.plural(bad, 'step')}", None, "bad") if bad else cells.of(cell, key, ".2e")
 
 
 def _largest(name: str, row: Named) -> list[Block]:
@@ -79,27 +101,31 @@ def _largest(name: str, row: Named) -> list[Block]:
         labels = " ".join(f"{key}={value}" for key, value in (found.get("labels") or {}).items())
         axis, largest, beyond = found.get("axis"), found.get("largest"), found.get("first_that_does_not")
         fits = "none fits" if largest is None else f"the largest that fits is {largest}"
-        limit = "no larger one was tried" if beyond is None else f"{beyond} does not"
-        out.append(f"{name}{f', {labels}' if labels else ''}: of {axis} {fits}; {limit}.")
+        limit = "none that was tried is too large" if beyond is None else f"{beyond} does not"
+        others = "".join(
+            f"; {v}: {status}, not known whether it fits" for v, status in (found.get("failed") or {}).items()
+        )
+        out.append(f"{name}{f', {labels}' if labels else ''}: of {axis} {fits}; {limit}{others}.")
     return [Listing(out)] if out else []
 
 
 def _outcomes(name: str, row: Named) -> Table:
     out = []
     for number, cell in enumerate(row.record.rows):
-        fine = cell.get("status") == "success"
-        why = [str(part) for part in (cell.get("failure_type"), cell.get("reason")) if part]
+        none = Cell("none", "", "muted")
+        fine, run = cell.get("status") == "success", cell.get("status") is not None
         out.append(
             [
                 cells.text(_label(cell, number)),
                 cells.status(cell.get("status") or "not run"),
-                Cell("none", "", "muted") if fine else cells.text(": ".join(why)),
-                cells.text(cell.get("exit_code")),
-                cells.of(cell, "seconds", ",.1f"),
-                cells.code(cell.get("log_digest"), 12),
-                cells.code(cell.get("command")),
+                none if fine or not run else cells.text(cell.get("failure_type")),
+                none if fine or not (run or cell.get("reason")) else cells.text(cell.get("reason")),
+                cells.text(cell.get("exit_code")) if run else none,
+                cells.of(cell, "seconds", ",.1f") if run else none,
+                cells.code(cell.get("log_digest"), 12) if run else none,
+                cells.code(cell.get("command")) if run else none,
             ]
         )
-    titles = ["Cell", "Status", "Failure", "Exit code", "Seconds", "Log digest", "Command"]
+    titles = ["Cell", "Status", "Failure", "Reason", "Exit code", "Seconds", "Log digest", "Command"]
     columns = [Column(t, numeric=t in ("Exit code", "Seconds")) for t in titles]
     return Table(f"Outcomes of {name}", columns, out, notes=["A cell that failed is recorded, and the others go on."])
