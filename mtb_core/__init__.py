@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .measure.statistics import percentile, summarize
     from .measure.validity import formal_obstacles
     from .ranks.agree import from_rank_zero, gather_objects, same_on_all
-    from .ranks.buffers import broadcast_buffers
+    from .ranks.buffers import BufferSync, broadcast_buffers
     from .ranks.failures import Failure
     from .ranks.inquiry import Answer, Inquiry
     from .ranks.worker import Worker
@@ -37,6 +37,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Answer": ".ranks.inquiry",
+    "BufferSync": ".ranks.buffers",
     "CountCollectives": ".measure.collectives",
     "Failure": ".ranks.failures",
     "GroupedCommand": ".cli.options",
@@ -77,6 +78,7 @@ _LAZY = {
 __all__ = [  # noqa: PLE0604  (they are strings)
     *api.__all__,
     "Answer",
+    "BufferSync",
     "CountCollectives",
     "Failure",
     "GroupedCommand",

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 from mtb_core import (
+    BufferSync,
     ConfigError,
     Job,
     MicroBatch,
@@ -30,7 +31,6 @@ from mtb_core import (
     module_state,
 )
 from mtb_fsdp.plugin import FSDP1Options
-from mtb_fsdp.replicated import BufferSync
 from mtb_fsdp.skeleton import Names
 from mtb_fsdp.units import check_dtypes, choose_units
 from mtb_fsdp.unused import UsageCheck
@@ -106,10 +106,7 @@ class FSDP1Strategy(Strategy):
         starts = _starts(root)
         fragments = {n: _Fragment(shapes[n], starts[id(p)]) for n, p in core.named_parameters() if id(p) in starts}
         ranks = job.ctx.world_size
-        buffers = None
-        if ranks > 1 and after.buffers:
-            buffers = BufferSync()
-            root.register_forward_pre_hook(buffers)
+        buffers = BufferSync.of(root) if ranks > 1 else None
         engine = _Engine(ranks, ranks if not fragments else 1, fragments, buffers)
         return Prepared(root, core, job.make_optimizer(core), engine)
 

@@ -1,15 +1,12 @@
-"""What is not sharded: buffers, and parameters without dimensions. Every rank holds them whole."""
+"""Parameters without dimensions cannot be sharded: every rank holds them whole."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from mtb_core import broadcast_buffers
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -31,19 +28,3 @@ def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
-
-
-class BufferSync:
-    """Broadcasts the buffers of rank 0 when DDP would: at each forward that follows a synchronised micro-batch.
-
-    As a forward pre-hook of the root it covers evaluation too. Buffers are looked up each time, for a model may
-    replace them.
-    """
-
-    def __init__(self) -> None:
-        self.due = True
-
-    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  (a hook gets them)
-        """Before a forward of `module`."""
-        if self.due:
-            broadcast_buffers(module.buffers())

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from mtb_core import Job, MicroBatch, Prepared, RunFailed, Shards, State, Strategy, broadcast_buffers
+from mtb_core import BufferSync, Job, MicroBatch, Prepared, RunFailed, Shards, State, Strategy, broadcast_buffers
 from mtb_fsdp.plugin import FSDPOptions
-from mtb_fsdp.replicated import BufferSync, sum_gradients
+from mtb_fsdp.replicated import sum_gradients
 from mtb_fsdp.units import check_dtypes, choose_units
 from mtb_fsdp.unused import UsageCheck
 
@@ -61,7 +61,7 @@ class FSDPStrategy(Strategy):
         job.materialize(module)
         if options.cpu_offload:
             _move_to_host(module, job.ctx.device)
-        buffers = _synchronise_buffers(module) if job.ctx.world_size > 1 else None
+        buffers = BufferSync.of(module) if job.ctx.world_size > 1 else None
         module.register_forward_hook(_reshard_if_no_backward_follows)
         # It warns that an operation in place on the model's output would be wrong; nobody does one.
         warnings.filterwarnings("ignore", message=rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view")
@@ -157,14 +157,6 @@ def _move_to_host(module: nn.Module, device: str) -> None:
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
-
-
-def _synchronise_buffers(module: nn.Module) -> BufferSync | None:
-    if next(module.buffers(), None) is None:
-        return None
-    sync = BufferSync()
-    module.register_forward_pre_hook(sync)
-    return sync
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
@@ -27,6 +27,34 @@ def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
             dist.broadcast(flat, src=0)
             for buffer, sent in zip(same, flat.split([b.numel() for b in same]), strict=True):
                 buffer.copy_(sent.view(buffer.shape))
+
+
+class BufferSync:
+    """Broadcasts the buffers of rank 0 when DDP would: at each forward that follows a synchronised micro-batch.
+
+    As a forward pre-hook of a model it covers evaluation too, so it makes no difference whether a checkpoint, which
+    shares buffers as well, was saved before. Buffers are looked up each time, for a model may replace them.
+
+    Attributes:
+        due: whether the next forward is such a one; strategies set it after every micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.due = True
+
+    @classmethod
+    def of(cls, module: nn.Module) -> BufferSync | None:
+        """One that is hooked into `module`; None where it has no buffers."""
+        if next(module.buffers(), None) is None:
+            return None
+        sync = cls()
+        module.register_forward_pre_hook(sync)
+        return sync
+
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  (a hook gets them)
+        """Before a forward of `module`. All ranks."""
+        if self.due:
+            broadcast_buffers(module.buffers())
 
 
 def without_repeats(buffer: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from mtb_core.ranks.buffers import broadcast_buffers
+from mtb_core.ranks import buffers as module_of_buffers
+from mtb_core.ranks.buffers import BufferSync, broadcast_buffers
 from mtb_core.ranks.context import open_ranks
 from mtb_core.tests.launching import plan_for, run_ranks
 
@@ -17,6 +18,10 @@ def buffers(rank):
         "scalar": count[5].clone(),
         "none": count[:0].clone(),
         "whole": count[:4].long(),
+        "flags": count[:4] > 0,
+        "complex": torch.complex(count[:3], -count[:3]),
+        "half": count[:3].bfloat16(),
+        "double": count[:2].double(),
     }
 
 
@@ -34,3 +39,21 @@ def test_all_ranks_get_those_of_rank_zero(tmp_path):
     expected = {name: (tensor.stride(), tensor.tolist()) for name, tensor in buffers(0).items()}
     assert out.values[0] == expected
     assert out.values[1] == expected
+
+
+def test_they_are_sent_when_due(monkeypatch):
+    """At each forward that follows a synchronised micro-batch, as they are by then; a model without any gets no hook."""
+    sent = []
+    monkeypatch.setattr(module_of_buffers, "broadcast_buffers", lambda found: sent.append(list(found)))
+    assert BufferSync.of(torch.nn.Linear(1, 1)) is None
+    model = torch.nn.BatchNorm1d(2)
+    sync = BufferSync.of(model)
+    batch = torch.ones(3, 2)
+    for due in (True, False, True):
+        sync.due = due
+        model.running_mean = torch.zeros(2)
+        model(batch)
+    assert len(sent) == 2
+    assert sent[1][0] is model.running_mean
+    model.eval()(batch)
+    assert len(sent) == 3

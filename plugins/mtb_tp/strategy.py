@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from mtb_core import ConfigError, Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
-from mtb_tp.buffers import BufferSync
+from mtb_core import BufferSync, ConfigError, Job, MicroBatch, Prepared, Shards, State, Strategy, broadcast_buffers
 from mtb_tp.dropout import SharedMasks, share_dropout
 from mtb_tp.plugin import TPOptions, check_vocabulary
 from mtb_tp.replicas import Replicas
@@ -92,7 +91,7 @@ class TPStrategy(Strategy):
             partial=sequence_parameters(core, roles) if options.sequence_parallel and shared else (),
             masks=masks if masks is not None and masks.active else None,
             common=Replicas(core, frozenset(n for n, s in slots.items() if s.split), group) if shared else None,
-            buffers=_synchronise_buffers(core) if dp > 1 else None,
+            buffers=BufferSync.of(core) if dp > 1 else None,
             steps_left=job.steps,
         )
         parameters = sum(math.prod(slot.shape) for slot in slots.values())
@@ -153,14 +152,6 @@ def _check_words(job: Job, core: nn.Module, roles: Mapping[str, str], tp: int) -
                 f"the vocabulary of the data has {words}. Give the model at least {words}, or set --vocab-size to what "
                 "the data really has."
             )
-
-
-def _synchronise_buffers(core: nn.Module) -> BufferSync | None:
-    if not any(True for _ in core.buffers()):
-        return None
-    sync = BufferSync()
-    core.register_forward_pre_hook(sync)
-    return sync
 
 
 def _data_parallel(job: Job, core: nn.Module, mesh: DeviceMesh) -> nn.Module:

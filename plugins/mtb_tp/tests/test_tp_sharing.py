@@ -7,10 +7,9 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from tp_states import TINY, trained, whole
 
-from mtb_core import RankContext, TrainConfig, broadcast_buffers, run, run_ranks
+from mtb_core import TrainConfig, run
 
 MODELS = Path(__file__).parent / "tp_models.py"
 
@@ -56,39 +55,6 @@ def test_saving_does_not_change_buffers(data_parallel: str, tmp_path: Path) -> N
     _, plain = trained(tmp_path / "plain", **settings)
     _, saving = trained(tmp_path / "saving", **settings, save_every=1)
     assert saving[0].losses == plain[0].losses
-
-
-def _odd_buffers(rank: int) -> dict[str, torch.Tensor]:
-    """Buffers of all sorts, with values that follow the rank."""
-    value = float(rank + 1)
-    return {
-        "expanded": torch.full((1, 4), value).expand(4096, 4),
-        "transposed": (torch.arange(6.0) * value).view(2, 3).t(),
-        "strided": (torch.arange(8.0) * value)[::2],
-        "flag": torch.tensor([rank == 0, True]),
-        "number": torch.tensor(7 + rank),
-        "empty": torch.zeros(0, 3),
-        "complex": torch.full((3,), complex(value, -value)),
-        "half": torch.full((3,), value, dtype=torch.bfloat16),
-        "double": torch.full((2,), value, dtype=torch.float64),
-    }
-
-
-def _shared(_payload: Any, ctx: RankContext, _worker: Any) -> list[bool]:
-    found, wanted = _odd_buffers(ctx.rank), _odd_buffers(0)
-    broadcast_buffers(found.values())
-    equal = [torch.equal(found[name], wanted[name]) for name in wanted]
-    ranks: list[Any] = [None] * ctx.world_size
-    torch.distributed.all_gather_object(ranks, equal)
-    return [all(of_ranks) for of_ranks in zip(*ranks, strict=True)]
-
-
-@pytest.mark.timeout(60)
-def test_buffers_of_all_strides_and_dtypes_travel() -> None:
-    """Every rank gets rank 0's, also of buffers that are not contiguous; nothing beside them is written."""
-    outcome = run_ranks(_shared, nproc=2, device="cpu")
-    assert outcome.exit_reason == "done", outcome.failure
-    assert outcome.value == [True] * len(_odd_buffers(0))
 
 
 @pytest.mark.timeout(90)
