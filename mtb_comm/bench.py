@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from mtb_core import RankContext, Worker, environment, gather_objects, same_on_all
+from mtb_core import RankContext, Sample, Worker, environment, gather_objects, gather_uses, same_on_all
 
 from .calls import Group, Prepared, check, clear, prepare
 from .kept import Kept
@@ -54,7 +54,12 @@ class Stopped(Exception):
 
 
 def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
-    """All points; ``{"head": …, "rows": […], "stopped": signal or None}`` on every rank. Called by all ranks."""
+    """All points, on every rank; called by all ranks.
+
+    Returns:
+        ``{"head": …, "rows": […], "stopped": signal or None, "uses": what `mtb_core.gather_uses` gives}``.
+    """
+    start = Sample.take()
     request = work.request
     same_on_all(ctx, "what to measure", attrs.asdict(request))
     assert ctx.backend is not None
@@ -81,7 +86,7 @@ def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
             rows.append(row)
             journal.write(row)
             progress({"event": "row", "index": index, "count": len(points), "text": _said(point, row)})
-    return {"head": head, "rows": rows, "stopped": stopped}
+    return {"head": head, "rows": rows, "stopped": stopped, "uses": gather_uses(ctx, start)}
 
 
 def _say_nothing(_fields: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from mtb_core import ConfigError, Failure, provenance
+from mtb_core import ConfigError, Failure, Timed, performance_fields, provenance
 
 from .definitions import DEFINITION
 from .fit import fit_rows
@@ -28,17 +28,25 @@ def make_document(
     exit_reason: str,
     argv: Sequence[str],
     failure: Failure | None = None,
+    uses: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """All that came out; `head` is what rank 0 found out about where it runs."""
+    """All that came out; `head` is what rank 0 found out about where it runs, `uses` what `gather_uses` gave."""
     done = exit_reason == "done"
     reasons = [] if done else [f"the run ended early: {exit_reason}"]
     wrong = sum(row["status"] == "failed" for row in rows)
     if wrong:
         reasons.append(f"{wrong} rows have wrong elements")
-    if not any(row["status"] == "ok" for row in rows):
-        reasons.append("no row was measured")
     if not request.check:
         reasons.append("results were not checked")
+    performance = performance_fields(
+        uses,
+        # Of calls the spread is a figure of its own, not how sure the mean is: rows have percentiles.
+        [Timed(row["iterations"]) for row in rows if row["status"] != "skipped"],
+        device=head["device"],
+        reasons=reasons,
+        each="call",
+        row="point",
+    )
     return {
         "schema_version": SCHEMA_VERSION,
         "benchmark": "communication",
@@ -55,8 +63,7 @@ def make_document(
         "environment": head["environment"],
         "provenance": provenance(argv),
         "execution_complete": done,
-        "performance_valid": not reasons,
-        "performance_invalid_reasons": reasons,
+        **performance,
     }
 
 

@@ -90,6 +90,7 @@ def calibration(document: Mapping[str, Any]) -> dict[str, Any]:
         "kind": "communication_calibration",
         "model": "time_s = alpha_s + size_bytes / (beta_gb_per_sec * 1e9)",
         **{key: document[key] for key in ("world_size", "groups", "backend", "device", "fits")},
+        **{key: document[key] for key in ("performance_valid", "performance_invalid_reasons")},
         "environment": document["environment"],
         "provenance": document["provenance"],
     }

@@ -93,7 +93,14 @@ def measure_all(
             raise
         if outcome.value is not None:
             value = outcome.value
-            return make_document(request, value["head"], value["rows"], exit_reason=outcome.exit_reason, argv=argv)
+            return make_document(
+                request,
+                value["head"],
+                value["rows"],
+                exit_reason=outcome.exit_reason,
+                argv=argv,
+                uses=value["uses"],
+            )
         if outcome.exit_reason == "done":  # an external rank that is not the first
             return None
         return _from_journal(request, journal, outcome.exit_reason, argv, outcome.failure) or _nothing(

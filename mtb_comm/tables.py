@@ -27,7 +27,7 @@ def print_document(document: Mapping[str, Any]) -> None:
     if document["fits"]:
         parts.append(_fits(document["fits"]))
     if not document["performance_valid"]:
-        parts.append(Text("not to compare: " + "; ".join(document["performance_invalid_reasons"])))
+        parts.append("not to compare: " + "; ".join(document["performance_invalid_reasons"]))
     _write(parts)
 
 

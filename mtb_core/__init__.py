@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .measure.outputs import check_output
     from .measure.result import Result
     from .measure.statistics import percentile, summarize
-    from .measure.validity import formal_obstacles
+    from .measure.validity import Sample, Timed, formal_obstacles, gather_uses, performance_fields
     from .ranks.agree import from_rank_zero, gather_objects, same_on_all
     from .ranks.buffers import BufferSync, broadcast_buffers
     from .ranks.failures import Failure
@@ -45,6 +45,8 @@ _LAZY = {
     "Inquiry": ".ranks.inquiry",
     "RanksOutcome": ".launching",
     "Result": ".measure.result",
+    "Sample": ".measure.validity",
+    "Timed": ".measure.validity",
     "TrainConfig": ".config",
     "Worker": ".ranks.worker",
     "audit_folder": ".measure.audit",
@@ -57,10 +59,12 @@ _LAZY = {
     "formal_obstacles": ".measure.validity",
     "from_rank_zero": ".ranks.agree",
     "gather_objects": ".ranks.agree",
+    "gather_uses": ".measure.validity",
     "given_settings": ".cli.options",
     "load_config": ".config",
     "module_state": ".api.state",
     "percentile": ".measure.statistics",
+    "performance_fields": ".measure.validity",
     "private_details": ".measure.audit",
     "provenance": ".measure.environment",
     "redact": ".measure.environment",
@@ -86,6 +90,8 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "Inquiry",
     "RanksOutcome",
     "Result",
+    "Sample",
+    "Timed",
     "TrainConfig",
     "Worker",
     "__version__",
@@ -99,10 +105,12 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "formal_obstacles",
     "from_rank_zero",
     "gather_objects",
+    "gather_uses",
     "given_settings",
     "load_config",
     "module_state",
     "percentile",
+    "performance_fields",
     "private_details",
     "provenance",
     "redact",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mtb_comm.kept import Kept
-from mtb_core import RankContext, Worker, environment, gather_objects, same_on_all
+from mtb_core import RankContext, Sample, Worker, environment, gather_objects, gather_uses, same_on_all
 
 from .check import TOLERANCE, Inputs, compare, differentiate, failures
 from .clock import Clock
@@ -39,10 +39,11 @@ class Work:
 
 
 def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
-    """Where it ran and, as ``rows``, one row for each point, in order; called on every rank.
+    """Where it ran; as ``rows`` one row for each point, in order; as ``uses`` what `mtb_core.gather_uses` gives.
 
-    Where a rank was asked to stop, all stop together, with the rows that are finished.
+    Called on every rank. Where a rank was asked to stop, all stop together, with the rows that are finished.
     """
+    start = Sample.take()
     same_on_all(ctx, "what to measure", work.points)
     kept = Kept(work.rows if ctx.rank == 0 else None, worker.progress)
     head = {
@@ -62,7 +63,7 @@ def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, An
             break
         rows.append(done)
         kept.write(done)
-    return {**head, "rows": rows}
+    return {**head, "rows": rows, "uses": gather_uses(ctx, start)}
 
 
 class Stopped(Exception):

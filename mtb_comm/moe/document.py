@@ -11,7 +11,16 @@ import attrs
 
 from mtb_comm.kept import cause_of, first_line, kept_file, read_kept
 from mtb_comm.points import ranks_of
-from mtb_core import ConfigError, RanksOutcome, environment, external_launcher, provenance, run_ranks
+from mtb_core import (
+    ConfigError,
+    RanksOutcome,
+    Timed,
+    environment,
+    external_launcher,
+    performance_fields,
+    provenance,
+    run_ranks,
+)
 
 from .settings import RouteSettings
 
@@ -104,10 +113,19 @@ def document(measured: Measured, *, sweep: bool) -> dict[str, Any]:
     """The JSON document: of `route` the row's keys beside the common ones, of `sweep` the rows as ``results``."""
     found, outcome, failure = measured.found, measured.outcome, measured.outcome.failure
     complete = len(measured.rows) == measured.points
-    reasons = [] if complete else [f"it ended early: {outcome.exit_reason}"]
+    reasons = [] if complete else [f"the run ended early: {outcome.exit_reason}"]
     reasons += [
         f"the check failed: {', '.join(r['check']['failed'])}" for r in measured.rows if r["status"] == "failed"
     ]
+    times = [(row["iters"], row["time_ms"]["iteration"]) for row in measured.rows]
+    performance = performance_fields(
+        found.get("uses", ()),
+        [Timed(count, spread["p50"], spread["p95"]) for count, spread in times],
+        device=found["device"],
+        reasons=reasons,
+        each="iteration",
+        row="point",
+    )
     common = {
         "schema_version": 1,
         "benchmark": "moe_routing",
@@ -122,8 +140,7 @@ def document(measured: Measured, *, sweep: bool) -> dict[str, Any]:
         **rows,
         "failure": None if failure is None else {"rank": failure.rank, "text": first_line(str(failure))},
         "execution_complete": complete,
-        "performance_valid": not reasons,
-        "performance_invalid_reasons": reasons,
+        **performance,
         "environment": found["environment"],
         "provenance": provenance(sys.argv),
     }

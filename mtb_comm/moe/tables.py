@@ -18,7 +18,7 @@ PIPE_WIDTH = 100
 
 def print_route(document: Mapping[str, Any]) -> None:
     """Show the document of ``mtb moe route``."""
-    _print(_title(document), _phases(document), _loads(document), _facts(document))
+    _print(_title(document), _phases(document), _loads(document), _facts(document), *_not_valid(document))
 
 
 def print_sweep(document: Mapping[str, Any]) -> None:
@@ -39,7 +39,12 @@ def print_sweep(document: Mapping[str, Any]) -> None:
         "factor: of capacity; imbalance: max/mean over experts of what tokens asked for -> of what experts took;\n"
         "ms: forward and backward on the slowest rank"
     )
-    _print(_title(document), table, note)
+    _print(_title(document), table, note, *_not_valid(document))
+
+
+def _not_valid(document: Mapping[str, Any]) -> list[str]:
+    reasons = document["performance_invalid_reasons"]
+    return [] if document["performance_valid"] else [f"not to compare: {'; '.join(reasons)}"]
 
 
 def _title(document: Mapping[str, Any]) -> str:

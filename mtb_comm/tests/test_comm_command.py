@@ -20,7 +20,7 @@ SMALL = ["--device", "cpu", "--sizes", "256,2K", "-n", "3", "-w", "1"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 #: Keys that nothing which is shown, drawn or compared is made of.
 UNUSED = {
-    "definition", "config", "execution_complete", "comparisons", "elements", "wire_bytes", "wire_bytes_total", "points",
+    "definition", "config", "conditions", "execution_complete", "comparisons", "elements", "wire_bytes", "wire_bytes_total", "points",
     "beta_busbw_gb_per_sec",
 }  # fmt: skip
 ROW_KEYS = {
@@ -58,18 +58,24 @@ def test_json_is_one_document(tmp_path):
     assert all(set(row) == ROW_KEYS for row in document["results"])
     assert [row["operation"] for row in document["results"]] == ["all_reduce", "all_reduce", "barrier"]
     assert document["provenance"]["command"].endswith(f"--output {output}")
-    assert document["execution_complete"] is document["performance_valid"] is True
+    assert document["execution_complete"] is True
+    assert document["performance_valid"] is (document["performance_invalid_reasons"] == []) is False
+    assert document["conditions"]["cores"] == os.cpu_count()
+    assert document["conditions"]["duration_s"] > 0
     assert "3/3" in done.stderr
 
 
 @pytest.mark.timeout(60)
-def test_table_names_its_definition():
-    """The table says whose definition of bandwidth it shows, and what a gigabyte is; --quiet is quiet."""
+def test_table_names_its_definition(monkeypatch):
+    """The table says whose definition of bandwidth it shows, and why its times are not valid; --quiet is quiet."""
+    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
     words = ["all_reduce", "all_gather", *SMALL, "--dtype", "fp32,int8", "--reduction", "avg", "--quiet"]
     done = CliRunner().invoke(comm, words)
     assert done.exit_code == 0, done.output
     assert "as nccl-tests defines them; GB = 1e9 bytes" in done.stdout
     assert "skipped: all_reduce int8 avg: gloo cannot average int8" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not to compare: ")]
+    assert "PYTHONASYNCIODEBUG=1 is set; only 3 measured calls in a point, fewer than 10" in line
     assert done.stderr == ""
 
 

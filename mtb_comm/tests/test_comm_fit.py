@@ -86,7 +86,9 @@ def test_calibration_file_says_its_model():
     """The file has a schema, the model's formula with units, and the fits."""
     document = {
         "world_size": 2, "groups": 1, "backend": "gloo", "device": "cpu", "fits": [], "environment": {}, "provenance": {},
+        "performance_valid": False, "performance_invalid_reasons": ["busy"],
     }  # fmt: skip
     written = calibration(document)
     assert written["schema_version"] == 1
+    assert (written["performance_valid"], written["performance_invalid_reasons"]) == (False, ["busy"])
     assert "alpha_s + size_bytes / (beta_gb_per_sec * 1e9)" in written["model"]

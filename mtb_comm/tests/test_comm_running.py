@@ -76,7 +76,7 @@ def test_a_wrong_element_is_found():
         ("broadcast", "failed", 1),
     ]
     assert not document["performance_valid"]
-    assert document["performance_invalid_reasons"] == ["1 rows have wrong elements"]
+    assert document["performance_invalid_reasons"][0] == "1 rows have wrong elements"
 
 
 @pytest.mark.timeout(60)
@@ -96,6 +96,8 @@ def test_a_dying_rank_ends_all_and_rows_are_kept():
     assert [r["operation"] for r in document["results"]] == ["all_reduce"]
     assert "Rank 1 died by SIGKILL" in document["failure"]["text"]
     assert (document["world_size"], document["backend"], document["execution_complete"]) == (2, "gloo", False)
+    assert (document["performance_valid"], document["conditions"]) == (False, {})
+    assert document["performance_invalid_reasons"][0] == "the run ended early: failed"
 
 
 @pytest.mark.timeout(60)

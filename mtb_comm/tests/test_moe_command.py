@@ -60,19 +60,24 @@ def test_route_as_json(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     assert set(found["time_ms"]["dispatch"]) == {"mean", "min", "p50", "p95", "p99", "max"}
     assert 0 < found["communication_share"] < 1
     assert found["execution_complete"]
-    assert found["performance_valid"]
+    assert found["performance_valid"] is (found["performance_invalid_reasons"] == []) is False
+    assert any("only 3 measured iterations in a point" in reason for reason in found["performance_invalid_reasons"])
+    assert found["conditions"]["duration_s"] > 0
     assert found["provenance"]["command"]
     assert found["environment"]["torch"]
 
 
 @pytest.mark.timeout(60)
-def test_route_as_tables(capfd: pytest.CaptureFixture[str]):
-    """People see every phase, and nothing on stderr when quiet."""
+def test_route_as_tables(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """People see every phase, why times are not valid, and nothing on stderr when quiet."""
+    monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
     out, err = run(capfd, "route", *TINY, "--nproc", "1", "--dropless", "--quiet", "--routing", "token")
     assert err == ""
     for phase in ("gate", "permute", "count_exchange", "dispatch", "expert", "combine", "unpermute", "backward"):
         assert phase in out
     assert "dropless" in out
+    assert "not to compare: " in out
+    assert "PYTHONASYNCIODEBUG=1 is set" in out
     assert "check against the naive layer: ok" in out
 
 
@@ -127,6 +132,7 @@ def test_sweep(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     assert plot.read_bytes().startswith(b"\x89PNG")
     out, _ = run(capfd, "sweep", *TINY, "--nproc", "1", "--capacity-factors", "1", "--skews", "1")
     assert "drop rate" in out
+    assert "not to compare: " in out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Whether measured times may be compared with others: what disturbed the machine, and what makes them uncertain.
 
-Each rank takes a `Sample` when it starts and when it ends. All that is said follows from these by pure functions.
+Each rank takes a `Sample` when it starts and, by `gather_uses`, when it ends. All that a document says,
+`performance_fields`, follows from these by pure functions.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 
 import attrs
 
+from mtb_core.api.values import RankContext
+from mtb_core.ranks.agree import gather_objects
 from mtb_core.ranks.worker import available_cores
 
 from .environment import same_revision
 from .machine import CPU, cpu_quota, nvidia_smi, read
 
-#: Fewer measured steps of a trial than this say little.
+#: Fewer measured steps of a trial, or calls at a point, than this say little.
 LEAST_STEPS = 10
 #: p95 / p50 of step times above this is not stable: a mean of few such steps says little. Ordinary is below 1.2.
 STABLE_RATIO = 1.5
@@ -29,6 +32,8 @@ BUSY_LOAD = 1.5
 OTHERS_SHARE = 0.10
 #: Share of the time that a hypervisor may take away.
 STEAL_SHARE = 0.01
+#: Less time of all cores together does not tell such shares: the system counts in hundredths of a second.
+LEAST_CORE_S = 1.0
 
 _DEBUG_FLAGS = {
     "CUDA_LAUNCH_BLOCKING": ("0", ""),
@@ -113,24 +118,56 @@ class RankUse:
     notes: tuple[str, ...] = ()
 
 
+@attrs.frozen
+class Timed:
+    """What was timed for one row of a document, as far as it tells how sure the row's figures are.
+
+    Attributes:
+        count: how many measured steps, calls or iterations.
+        p50_ms, p95_ms: of their times; None where their spread is none of steps, and so no reason.
+    """
+
+    count: int
+    p50_ms: float | None = None
+    p95_ms: float | None = None
+
+
+def performance_fields(
+    uses: Sequence[RankUse],
+    timed: Sequence[Timed],
+    *,
+    device: str | None,
+    reasons: Sequence[str] = (),
+    each: str = "step",
+    row: str = "trial",
+) -> dict[str, Any]:
+    """The keys that tell in every kind of document whether its times may be compared with others; strict JSON.
+
+    These are ``conditions``, ``performance_valid`` and ``performance_invalid_reasons``.
+
+    Args:
+        uses: of all ranks, as `gather_uses` gives them; empty where a rank did not come to its end. Then nothing is
+            known of the machine, and the times are not valid.
+        timed: one for each row that was measured.
+        device: that of the ranks, "cpu" or "cuda"; None where there is none.
+        reasons: why the times are not valid for all that the caller knows.
+        each: what was timed, in the singular, for the reasons: "step", "call".
+        row: what a row stands for: "trial", "point".
+    """
+    found = conditions(uses) if uses else {}
+    unknown = [] if uses else ["what the machine was like is not known, since not every rank came to its end"]
+    disturbed = [*_disturbances(found), *_settings(uses, device)] if uses else unknown
+    why = [*reasons, *disturbed, *_uncertainty(timed, each, row)]
+    return {"conditions": found, "performance_valid": not why, "performance_invalid_reasons": why}
+
+
 def conditions(ranks: Sequence[RankUse]) -> dict[str, Any]:
     """What the machines were like while the ranks ran: the worst of the nodes; strict JSON.
 
-    `ranks` are in order; a new node begins with each local rank 0.
+    `ranks` are in order, one at least; a new node begins with each local rank 0.
     """
     nodes = [_node(group) for group in _by_node(ranks)]
     return {name: _worst([node[name] for node in nodes]) for name in nodes[0]}
-
-
-def invalid_reasons(
-    found: Mapping[str, Any],
-    ranks: Sequence[RankUse],
-    trials: Sequence[Mapping[str, Any]],
-    *,
-    device: str,
-) -> list[str]:
-    """Why the times of `trials` (rows of a result) may not be compared with others; empty where they may."""
-    return [*_disturbances(found), *_settings(ranks, device), *_uncertainty(trials)]
 
 
 def _disturbances(found: Mapping[str, Any]) -> list[str]:
@@ -153,7 +190,7 @@ def _disturbances(found: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _settings(ranks: Sequence[RankUse], device: str) -> list[str]:
+def _settings(ranks: Sequence[RankUse], device: str | None) -> list[str]:
     out = list(dict.fromkeys(note for rank in ranks for note in rank.notes))
     for group in _by_node(ranks):
         threads = sum(rank.threads for rank in group) if device == "cpu" else len(group)
@@ -164,22 +201,18 @@ def _settings(ranks: Sequence[RankUse], device: str) -> list[str]:
     return out
 
 
-def _uncertainty(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+def _uncertainty(timed: Sequence[Timed], each: str, row: str) -> list[str]:
     out = []
-    fewest = min((row["steps"] for row in trials), default=0)
-    if fewest == 0:
-        out.append(
-            "no step was measured" if not any(row["steps"] for row in trials) else "a trial has no measured step"
-        )
+    fewest = min((one.count for one in timed), default=0)
+    if not any(one.count for one in timed):
+        out.append(f"no {each} was measured")
+    elif fewest == 0:
+        out.append(f"a {row} has no measured {each}")
     elif fewest < LEAST_STEPS:
-        out.append(f"only {fewest} measured steps in a trial, fewer than {LEAST_STEPS}")
-    ratios = [
-        row["step_time_p95_ms"] / row["step_time_p50_ms"]
-        for row in trials
-        if row.get("step_time_p50_ms") and row.get("step_time_p95_ms") is not None
-    ]
+        out.append(f"only {fewest} measured {each}{'' if fewest == 1 else 's'} in a {row}, fewer than {LEAST_STEPS}")
+    ratios = [one.p95_ms / one.p50_ms for one in timed if one.p50_ms and one.p95_ms is not None]
     if ratios and max(ratios) > STABLE_RATIO:
-        out.append(f"step times are not stable: p95 is {max(ratios):.2f} times p50, more than {STABLE_RATIO}")
+        out.append(f"{each} times are not stable: p95 is {max(ratios):.2f} times p50, more than {STABLE_RATIO}")
     return out
 
 
@@ -287,7 +320,7 @@ def _by_node(ranks: Sequence[RankUse]) -> list[list[RankUse]]:
 def _node(ranks: Sequence[RankUse]) -> dict[str, Any]:
     first, last = ranks[0].start, ranks[0].end
     others = steal = None
-    if first.total_s is not None and last.total_s is not None and last.total_s > first.total_s:
+    if first.total_s is not None and last.total_s is not None and last.total_s - first.total_s >= LEAST_CORE_S:
         assert first.busy_s is not None and last.busy_s is not None  # noqa: PT018  (they come together)
         assert first.steal_s is not None and last.steal_s is not None  # noqa: PT018
         total = last.total_s - first.total_s
@@ -316,15 +349,20 @@ def usable_cores(allowed: int, quota: float | None) -> int:
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
-def own_use(local_rank: int, start: Sample, device: str, local_size: int) -> RankUse:
+def gather_uses(ctx: RankContext, start: Sample) -> list[RankUse]:
+    """What all ranks hand over, each since its own `start`, in rank order on every rank. Called by all ranks."""
+    return gather_objects(ctx, own_use(ctx, start))
+
+
+def own_use(ctx: RankContext, start: Sample) -> RankUse:
     """What this rank hands over, taken now."""
     import torch  # noqa: PLC0415  (a run has it loaded already)
 
     notes = debug_flags()
-    if device.startswith("cuda") and local_rank == 0:
-        notes += gpu_disturbances(local_size)
+    if ctx.device.startswith("cuda") and ctx.local_rank == 0:
+        notes += gpu_disturbances(ctx.world.local_size)
     return RankUse(
-        local_rank,
+        ctx.local_rank,
         start,
         Sample.take(),
         usable_cores(available_cores(), cpu_quota()),

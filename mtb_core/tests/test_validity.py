@@ -9,16 +9,17 @@ from typing import Any
 import attrs
 import pytest
 
-from mtb_core import ConfigError, TrainConfig, run
+from mtb_core import ConfigError, Layout, RankContext, TrainConfig, World, run
 from mtb_core.measure.validity import (
     RankUse,
     Sample,
+    Timed,
     conditions,
     cpu_times,
     debug_flags,
     formal_obstacles,
-    invalid_reasons,
-    own_use,
+    gather_uses,
+    performance_fields,
     throttle_notes,
     usable_cores,
 )
@@ -26,7 +27,7 @@ from mtb_core.measure.validity import (
 START = Sample(at_s=100.0, load_average=0.5, busy_s=1000.0, total_s=9000.0, steal_s=5.0, own_s=1.0, throttled=3)
 #: Ten seconds on four cores later; both ranks have computed all the time.
 END = Sample(at_s=110.0, load_average=2.0, busy_s=1020.0, total_s=9040.0, steal_s=5.0, own_s=11.0, throttled=3)
-GOOD = {"steps": 20, "step_time_p50_ms": 10.0, "step_time_p95_ms": 10.5}
+GOOD = Timed(20, p50_ms=10.0, p95_ms=10.5)
 
 
 def ranks(start: dict[str, Any] = {}, end: dict[str, Any] = {}, **changes: Any) -> list[RankUse]:  # noqa: B006
@@ -35,8 +36,11 @@ def ranks(start: dict[str, Any] = {}, end: dict[str, Any] = {}, **changes: Any) 
     return [attrs.evolve(use, local_rank=rank, **changes) for rank in range(2)]
 
 
-def reasons(uses: list[RankUse], trials: list[dict[str, Any]] | None = None, device: str = "cpu") -> list[str]:
-    return invalid_reasons(conditions(uses), uses, [GOOD] if trials is None else trials, device=device)
+def reasons(uses: list[RankUse], timed: list[Timed] | None = None, **more: Any) -> list[str]:
+    fields = performance_fields(uses, [GOOD] if timed is None else timed, **{"device": "cpu", **more})
+    found: list[str] = fields["performance_invalid_reasons"]
+    assert fields["performance_valid"] is not bool(found)
+    return found
 
 
 def test_a_quiet_machine_has_no_reasons() -> None:
@@ -74,14 +78,14 @@ def test_each_disturbance_is_named(uses: list[RankUse], words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"steps": 9}, "only 9 measured steps"),
-        ({"steps": 0}, "a trial has no measured step"),
-        ({"step_time_p95_ms": 15.5}, "p95 is 1.55 times p50"),
+        ({"count": 9}, "only 9 measured steps in a trial"),
+        ({"count": 0}, "a trial has no measured step"),
+        ({"p95_ms": 15.5}, "step times are not stable: p95 is 1.55 times p50"),
     ],
 )
 def test_each_uncertainty_is_named(change: dict[str, Any], words: str) -> None:
     """Too few or unsteady steps in any one trial are enough."""
-    (reason,) = reasons(ranks(), [GOOD, {**GOOD, **change}])
+    (reason,) = reasons(ranks(), [GOOD, attrs.evolve(GOOD, **change)])
     assert words in reason
 
 
@@ -137,10 +141,33 @@ def test_each_debug_flag_is_named(flag: str) -> None:
     assert debug_flags({name: quiet.get(name, "")}) == []
 
 
-@pytest.mark.parametrize("trials", [[], [{"steps": 0}]])
-def test_without_a_measured_step_nothing_is_valid(trials: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("timed", [[], [Timed(0)]])
+def test_without_a_measured_step_nothing_is_valid(timed: list[Timed]) -> None:
     """A run that ended before its first measured step has no times to compare."""
-    assert reasons(ranks(), trials) == ["no step was measured"]
+    assert reasons(ranks(), timed) == ["no step was measured"]
+
+
+def test_other_kinds_say_what_they_timed() -> None:
+    """Calls of collectives have no rule of spread; what the caller knows comes first."""
+    timed = [Timed(20), Timed(1)]
+    found = reasons(ranks(), timed, each="call", row="point", reasons=["2 rows have wrong elements"])
+    assert found == ["2 rows have wrong elements", "only 1 measured call in a point, fewer than 10"]
+    assert reasons(ranks(), timed[:1]) == []
+
+
+def test_where_ranks_did_not_come_to_their_end_nothing_is_known() -> None:
+    """Nothing is invented of the machine, and the times are not valid."""
+    fields = performance_fields([], [GOOD], device=None)
+    assert (fields["conditions"], fields["performance_valid"]) == ({}, False)
+    assert "not every rank came to its end" in fields["performance_invalid_reasons"][0]
+
+
+def test_shares_of_a_moment_are_not_told() -> None:
+    """The system counts in hundredths of a second: of half a second of all cores nothing is made."""
+    moment = {"total_s": START.total_s + 0.5, "busy_s": START.busy_s + 0.4, "steal_s": START.steal_s + 0.02}
+    uses = ranks(end={**moment, "own_s": START.own_s})
+    assert reasons(uses) == []
+    assert (conditions(uses)["other_cpu_share"], conditions(uses)["steal_share"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +195,12 @@ def test_gpu_throttling() -> None:
     ]
 
 
-def test_work_beside_the_ranks_is_seen() -> None:
+def test_own_work_is_not_that_of_others() -> None:
     """CPU time that this process uses is its own, real samples of this machine add up."""
     start = Sample.take()
     while Sample.take().own_s < start.own_s + 0.2:
         sum(range(1000))
-    use = own_use(0, start, "cpu", 1)
+    (use,) = gather_uses(RankContext(0, 0, World(1, 1), "cpu", None, Layout((("ranks", 1),), data=("ranks",))), start)
     found = conditions([use])
     assert use.end.own_s - use.start.own_s > 0.19
     assert found["duration_s"] > 0

@@ -17,7 +17,7 @@ from mtb_core.launch.worker import Worker
 from mtb_core.measure.environment import environment, provenance, redact, redact_values
 from mtb_core.measure.flops import device_peak_flops, mfu
 from mtb_core.measure.result import Result, combine_trials, rank_report, trial_row
-from mtb_core.measure.validity import RankUse, Sample, conditions, invalid_reasons, own_use
+from mtb_core.measure.validity import RankUse, Sample, Timed, gather_uses, performance_fields
 from mtb_core.model.spec import load_model
 from mtb_core.ranks.agree import from_rank_zero, gather_objects, same_on_all
 from mtb_core.ranks.context import open_ranks
@@ -100,7 +100,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             rows.append(_row(trial_row(outcome.records, reports), outcome, inputs))
             if outcome.exit_reason != "done":
                 break
-        uses = gather_objects(ctx, own_use(worker.local_rank, start, ctx.device, worker.world.local_size))
+        uses = gather_uses(ctx, start)
         result = _result(inputs, outcome, rows, registry, payload, worker.restarts, uses)
         if ctx.rank == 0 and not (_idle(result) and (folder / "result.json").exists()):
             result.write(folder / "result.json")
@@ -205,18 +205,19 @@ def _result(
     exit_reason = figures.pop("exit_reason")
     flops = _flops_per_token(inputs)
     done = exit_reason == "done"
-    reasons = [] if done else [f"the run ended early: {exit_reason}"]
-    found = conditions(uses)
-    if figures["steps"]:
-        reasons += invalid_reasons(found, uses, rows, device=ctx.device.partition(":")[0])
-    else:
-        reasons.append("no measured step")
+    device = ctx.device.partition(":")[0]
+    performance = performance_fields(
+        uses,
+        [Timed(row["steps"], row["step_time_p50_ms"], row["step_time_p95_ms"]) for row in rows],
+        device=device,
+        reasons=() if done else (f"the run ended early: {exit_reason}",),
+    )
     return Result(
         **base_fields(inputs.resolved, inputs.folder),
         **figures,
         exit_reason=exit_reason,
         failure=failure_fields(outcome.failure),
-        device=ctx.device.partition(":")[0],
+        device=device,
         device_name=_device_name(ctx),
         backend=ctx.backend,
         parameters=outcome.parameters,
@@ -238,12 +239,10 @@ def _result(
             "seed": config.seed,
         },
         environment=environment(ctx.device),
-        conditions=found,
         plugins=[{"name": name, "version": version} for name, version in registry.plugins_in_use()],
         provenance=provenance(payload.argv),
         execution_complete=done,
-        performance_valid=not reasons,
-        performance_invalid_reasons=reasons,
+        **performance,
     )
 
 

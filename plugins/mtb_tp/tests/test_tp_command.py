@@ -54,6 +54,7 @@ def test_right_layers_pass(case: str, dtype: str, capsys: pytest.CaptureFixture[
     assert found["benchmark"] == "tensor_parallel"
     assert found["schema_version"] == 1
     assert found["status"] == "ok"
+    assert (found["execution_complete"], found["performance_valid"]) == (True, None)
     assert {case["implementation"] for case in found["cases"]} == {"explicit", "torch"}
     for error in found["errors"].values():
         assert 0 <= error["max_abs_error"] <= error["tolerance"]
