@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -14,11 +18,16 @@ from mtb_core.api.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_RUN_FAILED,
+    EXIT_STOPPED,
     EXIT_USAGE,
     MtbError,
 )
 
 EXIT_BROKEN_PIPE = 141  # as a shell reports a reader that went away
+
+
+class _Stopped(BaseException):
+    """SIGTERM or SIGUSR1 came where nobody else listens: before ranks are started, say, while torch is imported."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _fill_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _invoke(root, arguments)
+        with _ending_at_signals():
+            code = _invoke(root, arguments)
         sys.stdout.flush()
         return code
     except click.exceptions.Exit as error:
@@ -46,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(str(error), error.exit_code, arguments)
     except (KeyboardInterrupt, click.Abort):
         return _refuse("interrupted.", EXIT_INTERRUPTED, arguments)
+    except _Stopped as stopped:
+        return _refuse_stopped(str(stopped), arguments)
     except BrokenPipeError:
         _drop_stdout()
         return EXIT_BROKEN_PIPE
@@ -55,6 +67,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"cannot write the output: {error.strerror or error}.", EXIT_RUN_FAILED, arguments)
     except Exception:  # noqa: BLE001  (the last one to see it)
         return _defect()
+
+
+@contextmanager
+def _ending_at_signals() -> Iterator[None]:
+    """While open, stop signals end the command with the contract's exit code; what trains notes them instead."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise _Stopped(signal.Signals(number).name)
+
+    here = threading.current_thread() is threading.main_thread()
+    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1) if here}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _refuse_stopped(name: str, arguments: list[str]) -> int:
+    from mtb_core.launch.worker import external_launcher  # noqa: PLC0415  (most commands do without)
+
+    code = _refuse(f"stopped by {name}.", EXIT_STOPPED, arguments)
+    return code if external_launcher() is None else EXIT_OK  # torchrun takes any other code for a failure
 
 
 def _fill_closed_streams() -> None:
@@ -101,7 +136,7 @@ def _usage_text(error: click.ClickException) -> str:
 
 def _refuse(text: str, code: int, arguments: list[str]) -> int:
     shown = traceback.format_exc() if "--debug" in arguments else ""
-    _complain(f"{shown}mtb: {'' if code == EXIT_INTERRUPTED else 'error: '}{text}")
+    _complain(f"{shown}mtb: {'' if code in (EXIT_INTERRUPTED, EXIT_STOPPED) else 'error: '}{text}")
     return code
 
 

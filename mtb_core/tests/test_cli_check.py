@@ -139,7 +139,7 @@ class Interrupts(EndsTheLauncher):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
-    [(EndsTheLauncher, 4, "mtb: error: Stopped by SIGTERM"), (Interrupts, 130, "mtb: interrupted.")],
+    [(EndsTheLauncher, 4, "mtb: Stopped by SIGTERM"), (Interrupts, 130, "mtb: interrupted.")],
     ids=["SIGTERM", "SIGINT"],
 )
 def test_a_signal_ends_the_command(kind, code, words, capsys, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -14,6 +15,7 @@ from mtb_core import __version__, cli
 from mtb_core.api import CheckFailed, CommandInfo, ConfigError, RunFailed
 from mtb_core.cli import main, root
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 HEAVY = ("torch", "numpy", "rich", "importlib.metadata")
 
 
@@ -67,6 +69,34 @@ def test_exit_codes(error, code, text, command, capsys):
     assert captured.out == ""
     assert captured.err.startswith(text)
     assert "Traceback" not in captured.err
+
+
+SLOW_TORCH = """
+import sys, time
+print("importing", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("environment", "code"), [({}, 4), (TORCHRUN, 0)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_while_torch_is_imported(number, environment, code, tmp_path):
+    """Before anything listens for stop signals the exit code is that of a stop, too; torchrun's worker leaves with 0."""
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    command = [sys.executable, "-m", "mtb_core", "train", "--nproc", "2", "--strategy", "single"]
+    env = {**os.environ, **environment, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        assert process.communicate()[1] == f"mtb: stopped by {number.name}.\n"
+    assert process.returncode == code
+
+
+def test_handlers_come_back(command):
+    """A stop signal ends a command with code 4, and its caller has the former handlers again."""
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)]
+    assert command(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 4
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
 def test_a_group_alone_shows_its_help(capsys):
