@@ -44,7 +44,6 @@ def pages_with(word: str) -> list[object]:
     ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", pages_with("mtb"))
 def test_mtb_commands_run(page: Path, tmp_path: Path) -> None:
     """Every `mtb` command of the page succeeds, in order, in an empty folder."""

@@ -45,7 +45,6 @@ def mtb(site: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(300)
 def test_the_plugin_of_the_page(site: Path) -> None:
     """It is shown, trains like `single` on the same global batch, and its observers leave their files."""
     shown = mtb(site, "plugins", "show", "sumall")
@@ -63,7 +62,6 @@ def test_the_plugin_of_the_page(site: Path) -> None:
         assert (site / "both" / f"backward_{rank}.txt").read_text() == str(steps * micro_batches)
 
 
-@pytest.mark.timeout(300)
 def test_the_plugin_of_the_page_conforms(site: Path) -> None:
     """The kit has nothing to say against it; here of parity, the sync context and models, on two ranks."""
     chosen = [word for group in ("parity", "sync", "models", "discovery") for word in ("--only", group)]

@@ -32,7 +32,6 @@ def train(model: str, folder: Path, **settings: Any) -> Result:
     return run(config, quiet=True)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("model", "step", "expected"),
     [
@@ -53,7 +52,6 @@ def test_nonfinite_stops_all_ranks(model: str, step: int, expected: str, tmp_pat
         assert len(lines) == step - 1
 
 
-@pytest.mark.timeout(120)
 def test_skip_leaves_the_update_out(tmp_path: Path) -> None:
     """With --on-nonfinite skip the step is visible as non-finite, all files are strict JSON, and training goes on."""
     result = train("NaNOnce", tmp_path, strategy="single", nproc=1, on_nonfinite="skip")
@@ -72,7 +70,6 @@ def test_skip_leaves_the_update_out(tmp_path: Path) -> None:
     assert all(isinstance(r["loss"], float) for r in records[3:])
 
 
-@pytest.mark.timeout(120)
 def test_unused_on_all_ranks(tmp_path: Path) -> None:
     """A parameter without gradient on all ranks stops the run before the first optimizer step, named, by agreement."""
     result = train("UnusedEverywhere", tmp_path)
@@ -82,7 +79,6 @@ def test_unused_on_all_ranks(tmp_path: Path) -> None:
     assert "step 1 on all ranks for 'extra.weight', 'extra.bias'" in result.failure["message"]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_unused_can_be_allowed(option: str, tmp_path: Path) -> None:
     """Both of ddp's options that cope with unused parameters do."""
@@ -90,7 +86,6 @@ def test_unused_can_be_allowed(option: str, tmp_path: Path) -> None:
     assert result.exit_reason == "done", result.failure
 
 
-@pytest.mark.timeout(60)
 def test_unused_on_one_rank(tmp_path: Path) -> None:
     """A parameter that only one rank does not use ends the run, naming that rank, though the other waits for it."""
     result = train("UnusedOnOne", tmp_path)
@@ -100,14 +95,12 @@ def test_unused_on_one_rank(tmp_path: Path) -> None:
     assert "step 3 on rank 1 (other ranks have it) for 'extra.weight'" in result.failure["message"]
 
 
-@pytest.mark.timeout(60)
 def test_unused_on_one_rank_with_search(tmp_path: Path) -> None:
     """With find_unused_parameters the same model trains."""
     result = train("UnusedOnOne", tmp_path, strategy_opt={"find_unused_parameters": True})
     assert result.exit_reason == "done", result.failure
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("model", "text"),
     [
@@ -127,7 +120,6 @@ def test_first_cause_is_shown(model: str, text: str, tmp_path: Path) -> None:
     assert stored["global_step"] == 2
 
 
-@pytest.mark.timeout(60)
 def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank hangs, the other waits for it in a collective: the result tells where each of them was."""
     monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
@@ -141,7 +133,6 @@ def test_a_second_sigterm_ends_a_run_that_hangs(tmp_path: Path, monkeypatch: pyt
         assert "(most recent call first)" in (tmp_path / "run" / "logs" / f"rank_{rank:05d}.log").read_text()
 
 
-@pytest.mark.timeout(60)
 def test_a_loss_that_cannot_ignore_is_found_before_the_first_step(tmp_path: Path) -> None:
     """A model whose own loss has another ignore label fails at the start, not at the ragged end of an epoch."""
     result = train("OtherIgnoreLabel", tmp_path, strategy="single", nproc=1)
@@ -151,7 +142,6 @@ def test_a_loss_that_cannot_ignore_is_found_before_the_first_step(tmp_path: Path
     assert "cannot ignore targets" in result.failure["message"]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_leaving_early_is_a_failure_also_with_code_0(nproc: int, tmp_path: Path) -> None:
     """sys.exit(0) in the middle of a training is not its end."""

@@ -165,7 +165,6 @@ def test_core_names_no_plugin_package() -> None:
         assert not [name for _, name in imported(path) if name.split(".")[0] in names], path
 
 
-@pytest.mark.timeout(60)
 def test_discovery_loads_no_heavy_package() -> None:
     """Finding every installed plugin, and reading the configuration, imports neither torch nor numpy nor rich."""
     code = """
@@ -176,5 +175,5 @@ registry = discover()
 assert registry.strategies and registry.sinks
 print(sorted({"torch", "numpy", "rich", "tensorboard"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240)
     assert done.stdout == "[]\n", done.stderr

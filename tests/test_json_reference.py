@@ -39,13 +39,11 @@ def test_environment_and_provenance() -> None:
     assert described("provenance") == set(provenance(["mtb"]))
 
 
-@pytest.mark.timeout(120)
 def test_doctor() -> None:
     """Every key of doctor's document."""
     assert described("mtb doctor --json") == set(json.loads(CliRunner().invoke(doctor, ["--json"]).stdout))
 
 
-@pytest.mark.timeout(120)
 def test_a_real_run(tmp_path: Path) -> None:
     """result.json, its runtime, and the metrics lines of a real run hold these keys."""
     size = {"seq_length": 8, "d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 64}
@@ -60,7 +58,6 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert set(json.loads(line)) == described("Metrics lines")
 
 
-@pytest.mark.timeout(120)
 def test_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key of the conformance kit's certificate and of its entries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -71,7 +71,6 @@ def test_every_mistake_is_listed() -> None:
     assert {mistake.name for mistake in listed} >= FAST
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "mistake",
     [pytest.param(m, id=m.name, marks=[] if m.name in FAST else [pytest.mark.slow]) for m in mistakes()],

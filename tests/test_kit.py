@@ -44,7 +44,6 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name",
     ["discovery.plan", "parity.weights", "parity.grad_norm", "sync.count", "models.odd_dimensions", "checkpoints.keys"],
@@ -56,7 +55,6 @@ def test_right_strategy_passes(lab: Lab, name: str) -> None:
     assert outcome.status == "passed", outcome.text
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["sync.count", "sync.volume", "parity.reduce_dtype"])
 def test_unknown_reduction_is_skipped(name: str) -> None:
     """Where gradients are right but nothing that is known to sum was seen, the check says so and judges nothing."""
@@ -83,7 +81,7 @@ def test_strict_markers_without_pytest_timeout(tmp_path: Path) -> None:
         "    capabilities = Capabilities(world_sizes=(1,))\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:timeout", "--strict-markers", "--collect-only", "-q", "."]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "test_conformance[parity.losses@1]" in ran.stdout
 
@@ -150,10 +148,9 @@ def test_declared_but_not_so() -> None:
         assert not lab.capabilities.bf16
 
 
-@pytest.mark.timeout(120)
 def test_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """An episode that does not come to its end is ended, and shows where it hangs."""
-    monkeypatch.setattr(laboratory, "DEADLINE_S", 4.0)
+    monkeypatch.setattr(laboratory, "DEADLINE_S", 8.0)
     info = StrategyInfo("hangs", "Hangs", "broken.lifecycle:Hangs", plans.data_parallel)
     with Lab(info, world_sizes=(2,)) as lab:
         with pytest.raises(Mismatch, match="comes to its end"):
@@ -163,7 +160,6 @@ def test_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any("_wait_for_ever" in line for lines in run.log.values() for line in lines), run.why()
 
 
-@pytest.mark.timeout(120)
 def test_episode_runs_once(lab: Lab) -> None:
     """Equal episodes are one run."""
     assert lab.done(episode(2, steps=1)) is lab.done(episode(2, steps=1))

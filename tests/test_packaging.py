@@ -77,7 +77,6 @@ def test_makefile_and_tools_know_every_package() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda p: p.name)
 def test_wheels_hold_every_module_and_no_tests(folder: Path, tmp_path: Path) -> None:
     """A wheel holds the modules, the declared data and the entry points of its package, and nothing else."""

@@ -50,7 +50,6 @@ def reference(optimizer: str, folder: Path) -> RankRecord:
     return _references[optimizer]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", CASES)
 def test_parity(case: str, optimizer: str, tmp_path: Path) -> None:
@@ -73,7 +72,6 @@ def test_parity(case: str, optimizer: str, tmp_path: Path) -> None:
     assert expected.losses[-1] < expected.losses[0]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mode", "count"), [("last", 1), ("every", 4)])
 def test_gradient_synchronisations(mode: str, count: int, tmp_path: Path) -> None:
     """`last` reduces each gradient element once a step, `every` once a micro-batch, counted on real collectives."""

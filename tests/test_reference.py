@@ -109,7 +109,6 @@ def probe_code() -> str:
     return PROBE.format(methods="\n".join(methods))
 
 
-@pytest.mark.timeout(120)
 def test_every_run_hook_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run that evaluates and saves, and one that resumes it, a stranger's plugin sees every run hook."""
     install(tmp_path, monkeypatch, probe_code())

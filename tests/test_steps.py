@@ -25,7 +25,6 @@ def config(model: str, data: Path, **settings: Any) -> TrainConfig:
     return TrainConfig(**{**TINY, "model": f"{MODELS}:{model}", "data": str(data), **settings})
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_ragged_last_window_of_an_epoch(evaluate: bool, tmp_path: Path) -> None:
     """20 samples, global batch 8: three updates of gradient exactly 1 an epoch, evaluation or not (ragged last one)."""
@@ -54,7 +53,6 @@ def test_ragged_last_window_of_an_epoch(evaluate: bool, tmp_path: Path) -> None:
         assert rank.final["model/weight"].item() == -3.0
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("nproc", "batch"), [(1, 5), (2, 5), (2, 2), (4, 2)])
 def test_evaluation_weights_every_sample_once(nproc: int, batch: int, tmp_path: Path) -> None:
     """The mean over 9 samples of values 0 to 8 is exactly 4 at every world size, uneven last batches included."""
@@ -90,7 +88,6 @@ class SlowStep:
         return (yield)  # type: ignore[return-value]
 
 
-@pytest.mark.timeout(60)
 def test_warm_up_and_reporting_are_not_measured(tmp_path: Path) -> None:
     """A slow first step is not in the averages, nor is what observers do; the numbers of steps are as asked."""
     values = TrainConfig(steps=7, warmup_steps=2, seq_length=8, d_model=16, device="cpu", sink=("jsonl",))
@@ -110,7 +107,6 @@ def test_warm_up_and_reporting_are_not_measured(tmp_path: Path) -> None:
         assert parts == pytest.approx(line["step_time_ms"])
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("number", "reason", "code"),
     [(signal.SIGTERM, "stopped", 4), (signal.SIGUSR1, "stopped", 4), (signal.SIGINT, "interrupted", 130)],
@@ -135,7 +131,6 @@ def test_a_signal_on_one_rank_stops_all_at_one_step(number: int, reason: str, co
     assert lengths == {4}
 
 
-@pytest.mark.timeout(60)
 def test_repeats_are_independent_trials(tmp_path: Path) -> None:
     """Every trial starts anew: the same losses, one row each, and the spread of their times."""
     values = TrainConfig(
@@ -150,7 +145,6 @@ def test_repeats_are_independent_trials(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "metrics" / "trial_002" / "rank_00000.jsonl").is_file()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_written_configuration_repeats_the_run(precision: str, tmp_path: Path) -> None:
     """config.toml of a run, used as --config, gives bitwise the same losses."""

@@ -32,7 +32,7 @@ ROW_KEYS = {
 
 def mtb(*words, **options):
     command = [sys.executable, "-m", "mtb_core", "comm", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT, check=False, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False, **options)
 
 
 def refusal(*words):
@@ -43,7 +43,6 @@ def refusal(*words):
     return str(done.exception)
 
 
-@pytest.mark.timeout(60)
 def test_json_is_one_document(tmp_path):
     """--json prints one document and nothing else on stdout; --output holds the same; rows have the known keys."""
     output = tmp_path / "new" / "comm.json"
@@ -65,7 +64,6 @@ def test_json_is_one_document(tmp_path):
     assert "3/3" in done.stderr
 
 
-@pytest.mark.timeout(60)
 def test_table_names_its_definition(monkeypatch):
     """The table says whose definition of bandwidth it shows, and why its times are not valid; --quiet is quiet."""
     monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
@@ -79,7 +77,6 @@ def test_table_names_its_definition(monkeypatch):
     assert done.stderr == ""
 
 
-@pytest.mark.timeout(60)
 def test_files_from_an_earlier_document(tmp_path):
     """A document can be shown, compared with itself, drawn as PNG and SVG, and fitted, without measuring again."""
     first, calibration = tmp_path / "first.json", tmp_path / "calibration.json"
@@ -128,7 +125,6 @@ def _documents_that_lack_something(document, path):
     assert "results[0] is no object" in refusal("--result", str(path))
 
 
-@pytest.mark.timeout(60)
 def test_against_nccl_tests(tmp_path):
     """A log of nccl-tests is set beside the rows."""
     log = tmp_path / "log"
@@ -143,7 +139,6 @@ def test_against_nccl_tests(tmp_path):
     assert "0.012" in done.stdout
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -180,7 +175,6 @@ def test_wrong_usage(words, message):
     assert message in refusal(*words)
 
 
-@pytest.mark.timeout(60)
 def test_wrong_usage_has_exit_code_2():
     """The whole program says it on stderr, and leaves with 2."""
     done = mtb("all_reduce", "--sizes", "0")
@@ -188,7 +182,6 @@ def test_wrong_usage_has_exit_code_2():
     assert "must be at least 1 byte" in done.stderr
 
 
-@pytest.mark.timeout(60)
 def test_another_document_is_refused(tmp_path):
     """A result of training is no communication document."""
     other = tmp_path / "result.json"
@@ -216,7 +209,6 @@ def workers(process):
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("number", "code", "reason"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 4, "stopped")]
 )
@@ -225,14 +217,13 @@ def test_stop_keeps_finished_rows(tmp_path, number, code, reason):
     output = tmp_path / "x.json"
     process = started("all_reduce", *LONG, "--output", str(output))
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     document = json.loads(output.read_text())
     assert (process.returncode, document["exit_reason"]) == (code, reason)
     assert [row["size_bytes"] for row in document["results"]] == [256]
     assert not document["execution_complete"]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_rank_ends_all(tmp_path, victim):
     """Whichever rank dies: exit code 3, nobody is left, the finished row is kept and the cause named."""
@@ -240,7 +231,7 @@ def test_killed_rank_ends_all(tmp_path, victim):
     process = started("all_reduce", *LONG, "--output", str(output))
     ranks = workers(process)
     os.kill(ranks[victim], signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=240)
     document = json.loads(output.read_text())
     assert (process.returncode, document["exit_reason"]) == (3, "failed")
     assert [row["size_bytes"] for row in document["results"]] == [256]
@@ -251,25 +242,23 @@ def test_killed_rank_ends_all(tmp_path, victim):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "mtb_core"]
 
 
-@pytest.mark.timeout(120)
 def test_under_torchrun(tmp_path):
     """One document, from rank 0, of torchrun's ranks."""
     output = tmp_path / "x.json"
     command = [*TORCHRUN, "comm", "all_gather", *SMALL, "--json", "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENVIRONMENT, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == json.loads(output.read_text())
     assert json.loads(done.stdout)["world_size"] == 2
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_killed_rank_under_torchrun(tmp_path):
     """Rank 0 writes what was finished before it leaves with the failure that it has of a lost peer."""
     output = tmp_path / "x.json"
     process = started("all_reduce", *LONG, "--output", str(output), launcher=TORCHRUN)
     os.kill(workers(process)[1], signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     document = json.loads(output.read_text())
     assert process.returncode == 1
     assert (document["exit_reason"], [row["size_bytes"] for row in document["results"]]) == ("failed", [256])

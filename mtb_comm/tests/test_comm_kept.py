@@ -52,7 +52,6 @@ def test_a_full_disk_is_told_once(capsys):
     assert "mtb: warning: finished rows are no longer kept" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_full_disk_does_not_end_a_run(monkeypatch, capsys, nproc):
     """All rows are measured though none can be kept; one warning says so, also when quiet."""

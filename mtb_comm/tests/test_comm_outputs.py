@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from click.testing import CliRunner
 
 from mtb_comm.command import comm
@@ -30,7 +29,6 @@ def test_each_file_on_its_own(tmp_path, capsys):
     assert write_all([])
 
 
-@pytest.mark.timeout(60)
 def test_comm_shows_what_it_cannot_write(tmp_path):
     """The document is on stdout, the other file is there, and the exit code is that of a failed run."""
     calibration = tmp_path / "c.json"
@@ -43,7 +41,6 @@ def test_comm_shows_what_it_cannot_write(tmp_path):
     assert json.loads(calibration.read_text())["kind"] == "communication_calibration"
 
 
-@pytest.mark.timeout(60)
 def test_moe_shows_what_it_cannot_write(tmp_path, capfd):
     """The same of ``mtb moe``: a plot that fails costs neither the document nor its file."""
     output, full = tmp_path / "new" / "x.json", tmp_path / "full.png"

@@ -117,7 +117,6 @@ def _possible():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("rate", RATES)
 def test_busbw_is_the_rate(tmp_path, rate):
     """The busbw of large messages and the fitted beta are within 12 % of the rate, for all_reduce and broadcast."""
@@ -138,7 +137,6 @@ def test_busbw_is_the_rate(tmp_path, rate):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_times_and_bytes_of_all(tmp_path):
     """Times are those of a bare loop on the same wire, within 3 %, and wire_bytes those that the interfaces counted."""
     output = tmp_path / "loop.json"

@@ -34,7 +34,6 @@ def stop_on_one(work: Work, ctx: Any, worker: Any) -> list[list[float]]:
     return gather_objects(ctx, [row["capacity_factor"] for row in found["rows"]])
 
 
-@pytest.mark.timeout(60)
 def test_ranks_stop_together():
     """Where one rank is asked to stop, all do after the same iteration, with the same finished rows."""
     work = Work(tuple(attrs.evolve(TINY, capacity_factor=factor) for factor in (1.0, 2.0, 3.0)))
@@ -47,7 +46,6 @@ def other_settings(work: Work, ctx: Any, worker: Any) -> Any:
     return measure_points(attrs.evolve(work, points=points), ctx, worker)
 
 
-@pytest.mark.timeout(60)
 def test_ranks_with_other_settings_are_refused():
     """Ranks that were started with different settings say so at once, rather than hang."""
     outcome = run_ranks(other_settings, Work((TINY,)), nproc=2, device="cpu")

@@ -38,7 +38,6 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.timeout(60)
 def test_route_as_json(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     """One strict document on stdout and the same in the file; its counts agree with each other."""
     file = tmp_path / "route.json"
@@ -67,7 +66,6 @@ def test_route_as_json(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     assert found["environment"]["torch"]
 
 
-@pytest.mark.timeout(60)
 def test_route_as_tables(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """People see every phase, why times are not valid, and nothing on stderr when quiet."""
     monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
@@ -81,7 +79,6 @@ def test_route_as_tables(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "check against the naive layer: ok" in out
 
 
-@pytest.mark.timeout(60)
 def test_experts_choose(capfd: pytest.CaptureFixture[str]):
     """Every expert takes its capacity, nothing overflows, and there is no load-balancing loss to tell."""
     options = ["--nproc", "2", "--num-experts", "3", "--routing", "expert", "--capacity-factor", "1"]
@@ -92,7 +89,6 @@ def test_experts_choose(capfd: pytest.CaptureFixture[str]):
     assert "load-balancing" not in run(capfd, "route", *TINY, *options)[0]
 
 
-@pytest.mark.timeout(60)
 def test_counts_of_an_earlier_result(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     """A result's own counts can be replayed, exactly where the sizes are the same."""
     file = tmp_path / "counts.json"
@@ -102,7 +98,6 @@ def test_counts_of_an_earlier_result(capfd: pytest.CaptureFixture[str], tmp_path
     assert again["expert_token_counts"] == first["expert_token_counts"]
 
 
-@pytest.mark.timeout(60)
 def test_a_learned_router(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     """The router is trained on the text before it is measured, and the check holds for what was learned."""
     text = tmp_path / "text"
@@ -114,7 +109,6 @@ def test_a_learned_router(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     assert str(tmp_path) not in json.dumps({k: v for k, v in found.items() if k != "provenance"})
 
 
-@pytest.mark.timeout(120)
 def test_sweep(capfd: pytest.CaptureFixture[str], tmp_path: Path):
     """A row for each pair; more capacity never drops more; the plot is drawn, in a folder that is made for it."""
     plot = tmp_path / "new" / "sweep.png"
@@ -191,7 +185,6 @@ def test_a_short_text_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Pa
     assert "has 3 bytes" in err
 
 
-@pytest.mark.timeout(60)
 def test_a_failed_check_is_exit_code_1(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Where the layer's output is wrong the row says so, the figures are not valid, and the exit code is 1."""
     real = layer_module.unpermute
@@ -207,7 +200,6 @@ def test_a_failed_check_is_exit_code_1(capfd: pytest.CaptureFixture[str], monkey
     assert (found["check"], found["status"]) == (None, "ok")
 
 
-@pytest.mark.timeout(60)
 def test_a_failing_rank_ends_all_and_finished_rows_stay(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -249,7 +241,6 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("number", "code", "reason"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 4, "stopped")])
 def test_finished_rows_stay_when_asked_to_stop(number: str, code: int, reason: str):
     """All ranks stop together in the middle of a point; the document has the points that were done."""
@@ -260,7 +251,7 @@ def test_finished_rows_stay_when_asked_to_stop(number: str, code: int, reason: s
             if "point 2 of 2" in line:
                 process.send_signal(signal.Signals[number])
                 break
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == code, err
     found = strict(out)
     assert found["exit_reason"] == reason
@@ -269,7 +260,6 @@ def test_finished_rows_stay_when_asked_to_stop(number: str, code: int, reason: s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_under_torchrun(tmp_path: Path):
     """Ranks of torchrun are used; one of them writes one document."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mtb_core"]
@@ -280,20 +270,19 @@ def test_under_torchrun(tmp_path: Path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert strict(done.stdout)["world_size"] == 2
 
 
-@pytest.mark.timeout(60)
 def test_help_needs_no_torch():
     """The help of both commands is there without importing what only the work needs."""
     code = (
         "import sys; from mtb_core.cli import main; code = main(['moe', 'sweep', '--help'])\n"
         "assert code == 0; print(sorted({'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.endswith("[]\n")
 
 
@@ -315,7 +304,6 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_finished_rows_stay_under_torchrun(tmp_path: Path):
     """Where a rank of torchrun's dies, rank 0 writes the rows that were done before it leaves."""
     script, output, plot = tmp_path / "dying.py", tmp_path / "x.json", tmp_path / "x.png"
@@ -323,7 +311,7 @@ def test_finished_rows_stay_under_torchrun(tmp_path: Path):
     options = ["--capacity-factors", "1,2", "--skews", "0", "--output", str(output), "--plot", str(plot)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
-        [*command, "moe", "sweep", *TINY, *options], capture_output=True, text=True, check=False, timeout=100
+        [*command, "moe", "sweep", *TINY, *options], capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 1
     found = strict(output.read_text())
@@ -333,7 +321,6 @@ def test_finished_rows_stay_under_torchrun(tmp_path: Path):
     assert plot.exists()
 
 
-@pytest.mark.timeout(60)
 def test_training_a_router_stops(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A stop that comes while the router is trained ends the run at the next step of training."""
     text = tmp_path / "text"

@@ -89,7 +89,6 @@ def on_ranks(main: Callable[..., Any], nproc: int, work: Any) -> Any:
     return outcome.value
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_equals_the_naive_layer(nproc: int):
     """Outputs, both losses, drops and gradients of tokens, router and experts: every policy, gate and distribution."""
@@ -113,14 +112,12 @@ def nan_in_turn(settings: RouteSettings, ctx: Any, _worker: Any) -> dict[str, li
     return out
 
 
-@pytest.mark.timeout(60)
 def test_any_nan_fails():
     """A NaN in one gradient of the last expert alone fails the check, whichever tensor it is in."""
     found = on_ranks(nan_in_turn, 2, attrs.evolve(SMALL, num_experts=4, capacity_factor=None))
     assert found == {name: ["expert_grads"] for name in PARAMETERS}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("tokens", [(0, 7), (7, 0), (4, 0, 5), (1, 9, 0)])
 def test_ranks_without_tokens(tokens: tuple[int, ...]):
     """A rank that has no token takes part in all collectives, forward and backward."""
@@ -133,7 +130,6 @@ def test_ranks_without_tokens(tokens: tuple[int, ...]):
         assert not failures(errors, settings.dtype), (settings, errors)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("experts", [1, 2])
 def test_ranks_without_experts(experts: int):
     """With fewer experts than ranks some own none; tokens and gradients are right all the same."""
@@ -145,7 +141,6 @@ def test_ranks_without_experts(experts: int):
     assert sum(traffic[2].receive) == 0
 
 
-@pytest.mark.timeout(120)
 def test_everything_to_one_expert():
     """All tokens on one expert of rank 0: with room it takes all, without it each policy does what it says."""
     hot = attrs.evolve(SMALL, distribution="hot", top_k=1)
@@ -163,7 +158,6 @@ def test_everything_to_one_expert():
     assert max(sum(t.per_expert[e] for t in rerouted) for e in range(5)) <= 4
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_the_logits_decide(nproc: int):
     """Without preferences the router routes by its own logits."""
@@ -186,7 +180,6 @@ def whole(work: Work, ctx: Any, _worker: Any) -> Any:
     return torch.cat([p[0] for p in parts]), torch.stack([p[1] for p in parts]).sum(dim=0)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("overflow", ["drop", "residual", "next"])
 def test_the_number_of_ranks_does_not_matter(overflow: str):
     """The same tokens go to the same experts with the same result on 1, 2 and 3 ranks."""
@@ -206,7 +199,6 @@ def collectives_and_gradients(work: Work, ctx: Any, _worker: Any) -> Any:
     return gather_objects(ctx, ([c.kind for c in counted.seen], grads))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("leaf", [True, False])
 def test_idle_ranks_issue_the_same_collectives(leaf: bool):
     """Tokens, or experts with tokens, on one rank only, and tokens that need no gradient: nobody is waited for in vain.
@@ -229,7 +221,6 @@ def wrong_splits(_work: Any, ctx: Any, _worker: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.timeout(60)
 def test_splits_are_checked_before_the_call():
     """Splits that do not sum to the rows are refused with the numbers, on the rank that has them."""
     assert "[1, 1]" in on_ranks(wrong_splits, 2, None)
@@ -243,7 +234,6 @@ def without_gradient(work: Work, ctx: Any, _worker: Any) -> dict[str, float]:
     return compare(ctx, layer, inputs, passed)
 
 
-@pytest.mark.timeout(60)
 def test_a_missing_gradient_is_found():
     """A gradient that is None where it must be zeros is an infinite error."""
     errors = on_ranks(without_gradient, 2, Work([attrs.evolve(SMALL, distribution="hot")]))
@@ -259,7 +249,6 @@ def _rolled(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: real(*args).roll(1, 0)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "fault", "seen"),
     [

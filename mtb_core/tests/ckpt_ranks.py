@@ -24,7 +24,7 @@ class RankFailed(Exception):
     """What a rank raised, as text."""
 
 
-def run_ranks(world, function, *args, timeout=60, expect=None):
+def run_ranks(world, function, *args, timeout=240, expect=None):
     """Run ``function(rank, *args)`` on `world` forked ranks with a gloo group; the ranks' results in order.
 
     A rank that raises gives a `RankFailed`, which is raised here unless `expect` is "errors"; one that was killed

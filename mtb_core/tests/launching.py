@@ -75,7 +75,7 @@ def read_mark(path):
     return Path(path).read_text()
 
 
-def wait_until(condition, timeout=60):
+def wait_until(condition, timeout=240):
     """Poll until `condition()` holds."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -177,7 +177,6 @@ class Leak:
         (info.folder / "more.json").write_text('{"home": "/home/alice"}')
 
 
-@pytest.mark.timeout(120)
 def test_a_run_that_recorded_too_much_fails(tmp_path: Path) -> None:
     """The run ends as failed, says which file and why, and result.json is that of a failed run."""
     config = TrainConfig(device="cpu", sink=("jsonl",), run_dir=str(tmp_path / "run"), **SIZE)
@@ -189,7 +188,6 @@ def test_a_run_that_recorded_too_much_fails(tmp_path: Path) -> None:
     assert "alice" not in json.dumps(written)
 
 
-@pytest.mark.timeout(120)
 def test_a_home_folder_of_ones_own_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths below the home folder are written as ~/, and the configuration still finds them."""
     home = tmp_path / "people" / "alice"

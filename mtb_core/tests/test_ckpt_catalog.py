@@ -110,7 +110,6 @@ def test_links_are_not_checkpoints(folder):
     assert read_latest(folder / "missing") is None
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
 def test_pointer_that_is_no_file(folder, kind):
     """A pointer that is not a regular file is none; nothing waits for somebody to write into a FIFO."""

@@ -45,7 +45,6 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("point", [p for p in (*RANK_POINTS, *PUBLISH_POINTS) if p != "replaced-removed"])
 def test_crash_matrix(tmp_path, whole, point, asynchronous, capsys):
@@ -93,7 +92,6 @@ def replace(rank, folder, asynchronous, point, dead):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("point", [*RANK_POINTS, *PUBLISH_POINTS])
 def test_crash_while_replacing(tmp_path, point, asynchronous, capsys):

@@ -14,8 +14,6 @@ from mtb_core.ckpt.opened import open_checkpoint
 
 from .ckpt_ranks import Training, run_ranks, saved, sharded_state
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def whole(**tensors):
     return State({k: [Piece(t, tuple(t.shape), (0,) * t.dim())] for k, t in tensors.items()})

@@ -23,8 +23,6 @@ from mtb_core.ckpt.verify import verify_checkpoint
 
 from .ckpt_ranks import RankFailed, Training, run_ranks, same, saved
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def draw_more(rank):
     """Let ranks' streams run apart, in every generator."""

@@ -25,7 +25,7 @@ def mtb(*arguments, path=None, env=None, **kwargs):
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     command = [sys.executable, "-m", "mtb_core", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, **kwargs)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False, **kwargs)
 
 
 @pytest.fixture
@@ -200,7 +200,6 @@ def test_suggestions(arguments, text, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], [], ["--version"], ["plugins", "list"], ["plugins", "show", "single"], ["train", "--help"]],
@@ -209,11 +208,10 @@ def test_light(arguments):
     """What only shows something imports no torch, no numpy and no rich."""
     heavy = HEAVY[:3] if arguments == ["--version"] else HEAVY
     code = f"import sys; from mtb_core.cli import main; c = main({arguments}); print(c, [m for m in {heavy} if m in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert ran.stdout.splitlines()[-1] == "0 []"
 
 
-@pytest.mark.timeout(300)
 def test_a_broken_plugin_from_the_outside(install, strategy_body, tmp_path):
     """--help, list and unrelated commands work, with one warning; naming the broken plugin gives 2 and the cause."""
     site = install("raise ImportError('libnccl.so.9 not found')", entry="broken", dist="mtb-broken", version="0.7")
@@ -252,14 +250,13 @@ def test_a_broken_plugin_from_the_outside(install, strategy_body, tmp_path):
     assert "broken" in strict.stdout
 
 
-@pytest.mark.timeout(120)
 def test_a_reader_that_goes_away():
     """`mtb … | head` ends quietly."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as gone:
         command = [sys.executable, "-m", "mtb_core", "plugins", "list"]
-        ran = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        ran = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     assert ran.returncode == cli.EXIT_BROKEN_PIPE
     assert "Traceback" not in ran.stderr
     assert "BrokenPipe" not in ran.stderr
@@ -277,16 +274,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_closed_stdout(form):
     """`mtb train >&-`: the result is not shown, and the exit code is the run's."""
     command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", WITH_A_RUN, "train", *form]
-    ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     assert (ran.returncode, ran.stderr) == (4, "")
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_result_on_a_full_disk(form, unbuffered, monkeypatch):
@@ -296,7 +291,7 @@ def test_a_result_on_a_full_disk(form, unbuffered, monkeypatch):
         pytest.skip("there is no /dev/full here")
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", WITH_A_RUN, "train", *form]
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     assert (ran.returncode, ran.stderr) == (3, "mtb: error: cannot write the output: No space left on device.\n")
 
 
@@ -306,7 +301,6 @@ def test_another_error_of_the_system_is_a_defect(command, capsys):
     assert "defect" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(120)
 def test_a_full_disk_behind_stdout():
     """Output that cannot be written is an error, not silence."""
     device = Path("/dev/full")
@@ -314,6 +308,6 @@ def test_a_full_disk_behind_stdout():
         pytest.skip("there is no /dev/full here")
     with device.open("w") as full:
         command = [sys.executable, "-m", "mtb_core", "--version"]
-        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     assert ran.returncode == 3
     assert ran.stderr == "mtb: error: cannot write the output: No space left on device.\n"

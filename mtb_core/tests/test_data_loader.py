@@ -18,8 +18,6 @@ from mtb_core.data.tokens import TokenDataset
 
 from .data_numbers import Numbers
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def make(size, rank=0, ranks=1, batch=1, accumulation=1, **kwargs):
     data = Numbers(size) if isinstance(size, int | None) else size

@@ -15,8 +15,6 @@ from mtb_core.api import CheckFailed, DoctorCheck, DoctorResult
 from mtb_core.cli import doctor as module
 from mtb_core.registry.discovery import discover
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def check(name: str) -> DoctorCheck:
     return DoctorCheck(name, "Help.", f"{__name__}:check_{name}")

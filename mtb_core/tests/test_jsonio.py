@@ -161,5 +161,5 @@ def test_odd_names_work(tmp_path):
 def test_a_device_is_written_to_directly():
     """`--output /dev/stdout` must not replace the device."""
     program = "from mtb_core.measure.jsonio import write_json; write_json('/dev/stdout', {'n': 1})"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=240)
     assert strict(done.stdout) == {"n": 1}

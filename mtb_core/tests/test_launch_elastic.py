@@ -15,8 +15,6 @@ from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.ranks.context import open_ranks
 from mtb_core.tests.launching import gone, mark, plan_for, read_mark, run_ranks
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def identity(payload, worker):
     return (payload, worker.rank, worker.local_rank, worker.world.size, worker.launched_by, worker.restarts)

@@ -13,8 +13,6 @@ from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.ranks import signals
 from mtb_core.tests.launching import Launcher, for_ever, gone, mark, read_mark, run_ranks, until_stopped, wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGTERM, "stopped"), (signal.SIGUSR1, "stopped"), (signal.SIGINT, "interrupted")]

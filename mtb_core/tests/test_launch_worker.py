@@ -107,7 +107,6 @@ with attach() as worker:
 """
 
 
-@pytest.mark.timeout(120)
 def test_under_torchrun(tmp_path):
     """A rank under torchrun joins the others; when one fails, the other one names it and torchrun shows its error."""
     script = tmp_path / "script.py"

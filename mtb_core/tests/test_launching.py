@@ -26,7 +26,6 @@ def fail_on_one(payload, ctx, _worker):
     dist.barrier()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_rank_zero_gives_the_value(nproc):
     """Every rank is in the group; what rank 0 returns comes back, and progress arrives."""
@@ -37,7 +36,6 @@ def test_rank_zero_gives_the_value(nproc):
     assert {message["rank"] for message in seen} == set(range(nproc))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("nproc", "bad"), [(1, 0), (2, 1)])
 def test_a_failing_rank_ends_all(nproc, bad):
     """The outcome names the first cause, and no value is made up."""
@@ -50,7 +48,6 @@ def test_a_failing_rank_ends_all(nproc, bad):
     )
 
 
-@pytest.mark.timeout(60)
 def test_what_cannot_start_is_refused():
     """Wrong numbers and backends are refused before any rank."""
     with pytest.raises(ConfigError, match="at least 1"):
@@ -77,7 +74,6 @@ def test_ranks_without_a_device_are_refused(monkeypatch, count, options, refused
         run_ranks(add_up, 1, nproc=2, **options)
 
 
-@pytest.mark.timeout(60)
 def test_no_device_is_no_obstacle_on_the_cpu(monkeypatch):
     """On auto, ranks of a machine without CUDA compute on its CPU; where that is asked for, devices do not matter."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -86,7 +82,6 @@ def test_no_device_is_no_obstacle_on_the_cpu(monkeypatch):
     assert run_ranks(add_up, 1, nproc=2, device="cpu").exit_reason == "done"
 
 
-@pytest.mark.timeout(120)
 def test_under_torchrun_this_process_is_a_rank(tmp_path: Path):
     """Ranks of torchrun are used as they are; rank 0 alone gets the value."""
     script = tmp_path / "script.py"
@@ -99,6 +94,6 @@ def test_under_torchrun_this_process_is_a_rank(tmp_path: Path):
         "open(os.environ['RANK'] + '.txt', 'w').write(repr(outcome.value))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=100, capture_output=True)
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=240, capture_output=True)
     assert (tmp_path / "0.txt").read_text() == "(0, [3.0, 3.0], ('ranks',))"
     assert (tmp_path / "1.txt").read_text() == "None"

@@ -25,7 +25,7 @@ print(before, held, peak.mib(), PeakMemory("cpu").mib())
 
 def probe(prelude: str = "") -> list[float]:
     done = subprocess.run(
-        [sys.executable, "-c", prelude + PROBE], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", prelude + PROBE], capture_output=True, text=True, check=True, timeout=240
     )
     return [float(word) for word in done.stdout.split()]
 
@@ -37,7 +37,6 @@ def test_says_what_it_measures() -> None:
     assert 1 < peak.mib() < 2**20
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak")
 def test_peak_stays_and_a_new_one_starts_afresh() -> None:
     """The peak rises with what is held, stays when it is freed, and starts afresh with a new trial."""
@@ -48,7 +47,6 @@ def test_peak_stays_and_a_new_one_starts_afresh() -> None:
     assert fresh < held - BLOCK_MIB + 8
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel hands the peak on at exec")
 def test_a_large_parents_peak_is_not_the_workers() -> None:
     """A worker started by a large process reports its own peak, not what its parent had before exec."""
@@ -58,5 +56,5 @@ def test_a_large_parents_peak_is_not_the_workers() -> None:
         "block = bytearray(b'x' * (200 << 20))\n"
         f"os.execv(sys.executable, [sys.executable, '-c', {worker!r}])\n"
     )
-    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=240)
     assert float(done.stdout) < 150

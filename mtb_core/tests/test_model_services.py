@@ -130,7 +130,6 @@ def test_low_precision_parameters_are_rounded_from_the_same_numbers():
     assert all(torch.equal(p, full[n].bfloat16()) for n, p in module.named_parameters())
 
 
-@pytest.mark.timeout(240)
 def test_every_rank_fills_its_part_of_the_same_weights():
     """Shards (FSDP, TP, both; uneven and empty ones) hold exactly their part of the plain weights, and ties survive."""
     script = Path(__file__).with_name("sharded_fill.py")
@@ -217,7 +216,6 @@ def test_a_module_without_blocks_is_compiled_as_a_whole():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("default")  # torch's compiler warns about what it does itself
 def test_compiled_blocks_compute_the_same():
     """Compiled, with and without checkpointing, loss and gradients equal the eager ones up to rounding."""

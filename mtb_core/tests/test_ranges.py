@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from mtb_core import TrainConfig, hookimpl, run
@@ -25,7 +24,6 @@ class Recorder:
         RECORDED.extend((row.key, row.count) for row in self.profiler.key_averages())
 
 
-@pytest.mark.timeout(60)
 def test_waiting_for_data_is_a_range(tmp_path):
     """Each step of a profiled run shows its waiting for data as ``mtb:data``."""
     RECORDED.clear()

@@ -5,8 +5,6 @@ from mtb_core.ranks.agree import all_ok, from_rank_zero, gather_objects, same_on
 from mtb_core.ranks.context import open_ranks
 from mtb_core.tests.launching import plan_for, run_ranks
 
-pytestmark = pytest.mark.timeout(60)
-
 ALONE = RankContext(0, 0, World(1, 1), "cpu", None, Layout((("dp", 1),)))
 
 

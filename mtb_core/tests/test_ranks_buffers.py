@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from mtb_core.ranks import buffers as module_of_buffers
@@ -32,7 +31,6 @@ def talk(_payload, worker):
         return {name: (tensor.stride(), tensor.tolist()) for name, tensor in mine.items()}
 
 
-@pytest.mark.timeout(60)
 def test_all_ranks_get_those_of_rank_zero(tmp_path):
     """Values of any layout and dtype arrive; the buffers stay the same tensors, with the same strides."""
     out = run_ranks(talk, tmp_path)

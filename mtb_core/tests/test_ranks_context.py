@@ -11,8 +11,6 @@ from mtb_core.ranks.signals import StopFlag
 from mtb_core.ranks.worker import Worker
 from mtb_core.tests.launching import plan_for, run_ranks
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_one_rank_without_group():
     """A plan that needs no process group gets none."""

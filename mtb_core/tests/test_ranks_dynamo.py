@@ -3,10 +3,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.timeout(120)
-
 PROGRAM = """
 import importlib, inspect, json, sys
 import torch

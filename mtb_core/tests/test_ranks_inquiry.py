@@ -1,13 +1,9 @@
 import time
 
-import pytest
-
 from mtb_core.ranks import inquiry
 from mtb_core.ranks.context import open_ranks
 from mtb_core.ranks.inquiry import Answer, Inquiry
 from mtb_core.tests.launching import plan_for, run_ranks
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Owner:

@@ -77,7 +77,6 @@ def test_unresolvable_host(monkeypatch):
         check_network(nodes("no-such-host:29500"))
 
 
-@pytest.mark.timeout(30)
 def test_port_in_use():
     """A port that another program holds is refused; a store of torch is another launcher of the run."""
     import torch.distributed as dist

@@ -173,12 +173,11 @@ else:
 def test_an_encoding_that_lacks_a_letter_is_no_reason_to_fail(monkeypatch):
     """The C locale gets a table in ASCII."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = subprocess.run([sys.executable, "-c", PROGRAM, "ascii"], check=True, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, "ascii"], check=True, capture_output=True, timeout=240)
     assert b"runs/gr??e" in done.stdout
     assert done.stdout.isascii()
 
 
-@pytest.mark.timeout(60)
 def test_a_reader_that_has_gone_is_the_callers_to_handle():
     """`mtb … | head -1`: a BrokenPipeError, not rich's own way out."""
     with subprocess.Popen(

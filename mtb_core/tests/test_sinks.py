@@ -153,11 +153,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.timeout(60)
 def test_a_killed_process_loses_no_line(tmp_path):
     """After SIGKILL, every step that was recorded is in the file, whole."""
     program = KILLED.format(here=str(Path(__file__).parent), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=50)
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=240)
     assert done.returncode == -signal.SIGKILL
     read = lines(tmp_path / "metrics" / "rank_00000.jsonl")
     assert [line["global_step"] for line in read] == list(range(1, 101))
@@ -266,7 +265,7 @@ def test_only_rank_0_speaks(tmp_path):
 def test_the_sinks_import_nothing_but_public_names():
     """Built-in sinks have no privileges, and loading them loads no torch."""
     program = "import sys, mtb_core.builtin.sinks; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=240)
     loaded = set(done.stdout.split())
     assert not {"torch", "numpy", "rich"} & {name.partition(".")[0] for name in loaded}
     tree = ast.parse(Path(sinks.__file__).read_text())

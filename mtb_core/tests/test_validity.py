@@ -207,7 +207,6 @@ def test_own_work_is_not_that_of_others() -> None:
     assert found["other_cpu_share"] is None or 0 <= found["other_cpu_share"] <= 1
 
 
-@pytest.mark.timeout(120)
 def test_a_short_run_says_that_it_is_short(tmp_path: Any) -> None:
     """result.json of a real run has the conditions, median and 95th percentile, and the reason why it is not valid."""
     size = {"seq_length": 8, "d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 64}

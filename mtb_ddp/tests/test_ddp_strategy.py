@@ -31,7 +31,6 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("hook", "tolerance"), [("fp16", 2e-3), ("bf16", 5e-3), ("powersgd", 0.1)])
 def test_compressed_gradients_train_alike(hook: str, tolerance: float, tmp_path: Path) -> None:
     """Losses stay near the uncompressed ones, are not the same, fall, and fewer bytes are sent."""
@@ -75,7 +74,6 @@ def watched(tmp_path: Path, **settings: Any) -> list[dict[str, Any]]:
     return [pickle.loads((tmp_path / f"watch{rank}").read_bytes()) for rank in range(config.nproc)]
 
 
-@pytest.mark.timeout(60)
 def test_zero1_splits_the_optimizer_state(tmp_path: Path) -> None:
     """Each rank keeps AdamW's two moments of its share only; together they are those of the whole model."""
     notes = watched(tmp_path / "", strategy_opt={"zero1": True})
@@ -111,7 +109,6 @@ class Breaks:
         yield
 
 
-@pytest.mark.timeout(60)
 def test_the_sync_context_restores_itself(tmp_path: Path) -> None:
     """After an exception inside no_sync, DDP synchronises again."""
     config = TrainConfig(**{**TINY, "grad_accum_steps": 2, "steps": 2, "run_dir": str(tmp_path / "run")})
@@ -148,7 +145,6 @@ class Order:
         yield
 
 
-@pytest.mark.timeout(90)
 def test_buckets_are_reduced_while_backward_runs(tmp_path: Path) -> None:
     """The first bucket is on its way before backward has reached the first layer, in every step."""
     large = {
@@ -192,7 +188,6 @@ def turned(config):
 """
 
 
-@pytest.mark.timeout(60)
 def test_buffers_of_any_layout(tmp_path: Path) -> None:
     """An expanded buffer is refused by name; a transposed one is saved as it is."""
     path = tmp_path / "model.py"

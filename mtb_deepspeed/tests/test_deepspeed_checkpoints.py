@@ -48,7 +48,6 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "case", ["stage 3, dropout", *(pytest.param(c, marks=pytest.mark.slow) for c in EXACT if c != "stage 3, dropout")]
 )
@@ -94,7 +93,6 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "chain",
     [
@@ -114,7 +112,6 @@ def test_training_goes_on_elsewhere(chain: str, tmp_path: Path) -> None:
     assert distance(found, expected) < 1e-4
 
 
-@pytest.mark.timeout(120)
 def test_frozen_parameters_arrive(tmp_path: Path) -> None:
     """What is not trained is the checkpoint's too, also where it stays gathered: with another seed, losses go on alike."""
     odd = {"model": f"{Path(__file__).parent / 'odd_models.py'}:Frozen", "vocab_size": VOCABULARY, "precision": "bf16"}
@@ -128,7 +125,6 @@ def test_frozen_parameters_arrive(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_bf16_keeps_its_precision_elsewhere(tmp_path: Path) -> None:
     """What bf16 training saves are fp32 weights and moments; they arrive unrounded at other stages and strategies."""
     first = leg(tmp_path, 3, start=True, strategy="deepspeed", nproc=2, precision="bf16", strategy_opt={"stage": 2})

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 CODE = """
 import json, os, sys
 from mtb_core import TrainConfig, run
@@ -25,7 +23,6 @@ print(json.dumps([result.exit_reason, "torch._inductor" in sys.modules, sorted(o
 """
 
 
-@pytest.mark.timeout(90)
 def test_nothing_is_compiled_and_nothing_left_open(tmp_path: Path) -> None:
     """A whole run asks no compiler, not even whether it is there; imports none of torch's; leaves no file open."""
     compiler = tmp_path / "cc"

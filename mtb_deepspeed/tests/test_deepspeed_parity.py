@@ -78,7 +78,6 @@ FAST = (
 )
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_fp32_parity(case: str, tmp_path: Path) -> None:
     """In fp32 losses agree to 1e-5 over 20 steps, weights and moments, per tensor, to 1e-4 of their norm."""
@@ -87,7 +86,6 @@ def test_fp32_parity(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sgd_parity(stage: int, tmp_path: Path) -> None:
     """With SGD, which shows factors that AdamW hides, weights and momentum agree as well."""
@@ -95,7 +93,6 @@ def test_sgd_parity(stage: int, tmp_path: Path) -> None:
     check(found, reference("momentum", tmp_path), weights=1e-5)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options",
     [

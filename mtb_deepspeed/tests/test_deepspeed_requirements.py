@@ -46,7 +46,6 @@ def mtb(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(60)
 def test_without_deepspeed(tmp_path: Path) -> None:
     """The plugin is listed as failed with the reason; asking for it gives the reason; other runs work."""
     listed = mtb(tmp_path, "plugins", "list", "--json")

@@ -45,7 +45,6 @@ def trained(folder: Path, **settings: Any) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_bytes_of_stages_0_to_2(stage: int, accumulation: int, tmp_path: Path) -> None:
@@ -62,7 +61,6 @@ def test_bytes_of_stages_0_to_2(stage: int, accumulation: int, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
 def test_bytes_of_stage_3(precision: str, size: int, tmp_path: Path) -> None:
     """A micro-batch gathers the weights twice, for forward and backward, and reduce-scatters the gradients once."""
@@ -75,7 +73,6 @@ def test_bytes_of_stage_3(precision: str, size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("options", "gathers"),
     [
@@ -161,7 +158,6 @@ class Watch:
             self._found[name] = mode.bytes
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, STAGE_3], ids=str)
 def test_no_rank_gathers_the_state(options: dict[str, Any], tmp_path: Path) -> None:
     """To save and to load, a rank allocates less than 1.2 of its own part plus one parameter, all told."""

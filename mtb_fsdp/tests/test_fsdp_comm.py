@@ -57,7 +57,6 @@ def predicted(config: TrainConfig) -> dict[str, Traffic]:
     )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", CASES)
 def test_counted_is_predicted(case: str, tmp_path: Path) -> None:
     """Of every kind of collective: as many calls and bytes as predicted, and no other kind."""
@@ -71,7 +70,6 @@ def test_counted_is_predicted(case: str, tmp_path: Path) -> None:
     assert sizes == {kind: t.bytes for kind, t in expected.items()}
 
 
-@pytest.mark.timeout(60)
 def test_ddp_counted_is_predicted(tmp_path: Path) -> None:
     """DDP all-reduces every gradient element once a step."""
     result, _ = train(tmp_path, strategy="ddp", nproc=2, warmup_steps=2, steps=1)

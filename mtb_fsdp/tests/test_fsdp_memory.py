@@ -94,7 +94,6 @@ def sizes() -> tuple[int, int, int, int]:
     return 4 * sum(p.numel() for p in parameters), 4 * padding, 4 * block, 4 * largest
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(("strategy", "blocks"), [("fsdp", 1), ("fsdp1", 2)])
 def test_construction_and_optimizer(strategy: str, blocks: int, tmp_path: Path) -> None:
     """At 2 ranks: half of the parameters, their padding, one block and one parameter at most; half of the moments.
@@ -111,7 +110,6 @@ def test_construction_and_optimizer(strategy: str, blocks: int, tmp_path: Path) 
         assert whole - 2 * padding - 64 <= rank["optimizer"] <= whole + 2 * padding
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_last_keeps_whole_gradients(precision: str, tmp_path: Path) -> None:
     """Between micro-batches `every` keeps shards of gradients, `last` whole ones in fp32, and nothing else differs."""

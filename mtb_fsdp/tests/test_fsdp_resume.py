@@ -39,7 +39,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "case",
     [
@@ -73,7 +72,6 @@ def test_resume_is_bitwise(case: str, tmp_path: Path) -> None:
     assert same(after(second), after(expected))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "tied"])
 @pytest.mark.parametrize(
     ("saver", "resumers"),

@@ -75,7 +75,6 @@ def check_parity(folder: Path, case: str, settings: dict[str, Any], distance: fl
             assert (final[key] - tensor).norm() <= distance * tensor.norm(), key
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_parity(case: str, tmp_path: Path) -> None:
     """20 losses agree to 1e-5 with `single`, and first weights to the bit.
@@ -86,14 +85,12 @@ def test_parity(case: str, tmp_path: Path) -> None:
     check_parity(tmp_path, case, PARITY, 1e-4)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", [c if c == "3-last" else pytest.param(c, marks=pytest.mark.slow) for c in SGD])
 def test_parity_sgd(case: str, tmp_path: Path) -> None:
     """The same with SGD, which hides no scale and blows up nothing: last weights agree to 1e-5."""
     check_parity(tmp_path, case, {"steps": 19, "optimizer": "sgd", "learning_rate": 0.1}, 1e-5)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -111,7 +108,6 @@ def test_bf16_is_near(settings: dict[str, Any], tmp_path: Path) -> None:
     assert {t.dtype for t in after(seen).values()} == {torch.float32}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("fsdp1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
@@ -136,7 +132,6 @@ def test_special_models(name: str, strategy: str, tmp_path: Path) -> None:
             torch.testing.assert_close(last[key], tensor, rtol=1e-3, atol=1e-5, msg=key)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("name", "strategy", "text"),
     [
@@ -155,7 +150,6 @@ def test_what_ranks_do_not_share_ends_all(name: str, strategy: str, text: str, t
     assert re.search(text, str(result.failure)), result.failure
 
 
-@pytest.mark.timeout(60)
 def test_trials_are_apart(tmp_path: Path) -> None:
     """A rank that alone leaves a block out is named also where all ranks left it out in the trial before."""
     model = {"model": f"{MODELS}:BlockUnusedInTrials", "vocab_size": 256, **options(unused_parameters=True)}
@@ -164,7 +158,6 @@ def test_trials_are_apart(tmp_path: Path) -> None:
     assert "Module 'blocks.1' did not run on rank 1 (other ranks have it)" in str(result.failure)
 
 
-@pytest.mark.timeout(60)
 def test_late_ranks_are_waited_for(tmp_path: Path) -> None:
     """Where all ranks leave a block out and one is seconds late, training goes on."""
     model = {"model": f"{MODELS}:LateWithoutBlock", "vocab_size": 256, **options(unused_parameters=True)}
@@ -172,7 +165,6 @@ def test_late_ranks_are_waited_for(tmp_path: Path) -> None:
     assert result.exit_reason == "done", result.failure
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["OutsideItsBlock", "CallsForward"])
 def test_what_is_used_outside_its_unit(name: str, tmp_path: Path) -> None:
     """The error names the likely cause and the option that helps, which does."""
@@ -186,7 +178,6 @@ def test_what_is_used_outside_its_unit(name: str, tmp_path: Path) -> None:
     assert result.exit_reason == "done", result.failure
 
 
-@pytest.mark.timeout(60)
 def test_unused_parameters_count_as_zero(tmp_path: Path) -> None:
     """With the option a parameter that one rank does not use gets the gradient of the others."""
     model = {"model": f"{MODELS}:UnusedOnRank1", "vocab_size": 256, "adam_eps": 1e-6}
@@ -197,7 +188,6 @@ def test_unused_parameters_count_as_zero(tmp_path: Path) -> None:
     assert seen[0].losses == pytest.approx(expected[0].losses, rel=1e-5)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", ["every", "last"])
 def test_skipped_updates_leave_nothing_behind(mode: str, tmp_path: Path) -> None:
     """After a step that is left out for a NaN, losses are `ddp`'s."""
@@ -210,7 +200,6 @@ def test_skipped_updates_leave_nothing_behind(mode: str, tmp_path: Path) -> None
     assert seen[0].losses[2:] == pytest.approx(expected[0].losses[2:], rel=1e-5)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -268,7 +257,6 @@ class Breaks:
             yield
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("mode", ["every", "last"])
 def test_exceptions_leave_nothing_behind(mode: str, tmp_path: Path) -> None:
     """After exceptions inside the sync context, gradients that were waiting are gone, and training is as without."""

@@ -27,7 +27,7 @@ def mtb(*words, launcher=("-m", "mtb_core"), **env):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MTB_TEST_SLEEP": str(SLEEP_MS / 1e3), **env}
     return subprocess.run(
         [sys.executable, *launcher, *map(str, words)],
-        capture_output=True, text=True, timeout=150, env=environment, check=False,
+        capture_output=True, text=True, timeout=240, env=environment, check=False,
     )  # fmt: skip
 
 
@@ -43,7 +43,6 @@ def read_trace(folder, rank):
     return json.loads(gzip.decompress((folder / "trace" / f"rank_{rank:05d}.json.gz").read_bytes()))
 
 
-@pytest.mark.timeout(180)
 def test_what_is_written(tmp_path):
     """Traces that any viewer opens, without this machine's name; a result that is no measurement; the analysis in it."""
     output = tmp_path / "out.json"
@@ -76,7 +75,6 @@ def test_what_is_written(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "phase",
     ["data", pytest.param("forward", marks=pytest.mark.slow), pytest.param("optimizer", marks=pytest.mark.slow)],
@@ -113,7 +111,6 @@ def test_what_can_hide_communication_is_in_the_trace(tmp_path):
     assert left[1] > left[500] == 0
 
 
-@pytest.mark.timeout(180)
 def test_for_people(tmp_path):
     """One rank, FSDP or not: tables, the top operators, where the traces are; `run` need not be said."""
     done = mtb("profile", "--device", "cpu", *SMALL, "--run-dir", tmp_path / "run", "--mfu", "--quiet")
@@ -129,7 +126,6 @@ def test_for_people(tmp_path):
     assert "profiler_start" not in done.stderr
 
 
-@pytest.mark.timeout(180)
 def test_under_torchrun(tmp_path):
     """Started by torchrun, every rank writes its trace and one of them reports."""
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "mtb_core")
@@ -140,7 +136,6 @@ def test_under_torchrun(tmp_path):
     assert [r["rank"] for r in document["profile"]["ranks"]] == [0, 1]
 
 
-@pytest.mark.timeout(180)
 def test_a_run_that_fails(tmp_path):
     """A rank that raises ends the run with its cause and exit code 3; the result still says that it was a profile."""
     words = ["--strategy", "ddp", "--nproc", "2", "--device", "cpu", "--model", f"{HERE / 'slow_rank.py'}:Failing"]
@@ -177,7 +172,6 @@ def test_refusals(tmp_path, words, message):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.timeout(60)
 def test_exit_code_of_a_refusal(tmp_path):
     """Wrong usage is exit code 2, with nothing on stdout."""
     done = mtb("profile", "--steps", "3", "--run-dir", tmp_path / "run")

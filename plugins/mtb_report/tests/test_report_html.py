@@ -246,7 +246,7 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
                 f"--blink-settings=preferredColorScheme={0 if dark else 1}",
                 "--dump-dom", f"file://{folder / 'frame.html'}",
             ],
-            capture_output=True, text=True, timeout=150, check=True,
+            capture_output=True, text=True, timeout=240, check=True,
         )  # fmt: skip
         seen = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
         assert seen is not None
@@ -259,7 +259,6 @@ def browse(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, 
 
 
 @needs_browser
-@pytest.mark.timeout(200)
 def test_in_a_browser(page: str, browse: Callable[..., dict[str, Any]]) -> None:
     """No error, no request; columns sort with the unknown behind; series are hidden and come back."""
     seen = browse(page, 1300)
@@ -283,7 +282,6 @@ def test_in_a_browser(page: str, browse: Callable[..., dict[str, Any]]) -> None:
 
 
 @needs_browser
-@pytest.mark.timeout(200)
 def test_on_a_phone_in_the_dark(page: str, browse: Callable[..., dict[str, Any]]) -> None:
     """Nothing sticks out at 390 pixels, the menu is folded, and dark colours reach the plots."""
     seen = browse(page, 390, dark=True)
@@ -296,7 +294,6 @@ def test_on_a_phone_in_the_dark(page: str, browse: Callable[..., dict[str, Any]]
 
 
 @needs_browser
-@pytest.mark.timeout(200)
 def test_hostile_text_does_nothing_in_a_browser(browse: Callable[..., dict[str, Any]]) -> None:
     """No script of a result runs, and nothing is asked for on its behalf."""
     made = evil_report()

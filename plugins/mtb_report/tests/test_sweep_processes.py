@@ -21,7 +21,6 @@ def mtb(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(240)
 def test_a_real_sweep(tmp_path: Path) -> None:
     """A cell that trains and one that cannot: both recorded with command, exit code and digest; exit code 3; resumed."""
     (tmp_path / "s.toml").write_text(f"name = 's'\n{TINY}[matrix]\nstrategy = ['single', 'nosuch']\n")
@@ -44,7 +43,6 @@ def test_a_real_sweep(tmp_path: Path) -> None:
     assert "[1/2]" not in again.stderr
 
 
-@pytest.mark.timeout(240)
 def test_a_cell_without_enough_memory(tmp_path: Path) -> None:
     """A model larger than any address space is recorded as out of memory; that is an answer: exit code 0."""
     text = f"name = 's'\n{TINY}[matrix]\nvocab_size = [{2**40}]\n".replace("d_model = 8", "d_model = 64")
@@ -56,7 +54,6 @@ def test_a_cell_without_enough_memory(tmp_path: Path) -> None:
     assert cell["figures"]["step_time_ms"] is None
 
 
-@pytest.mark.timeout(240)
 def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     """It and its ranks are ended, and recorded as a timeout."""
     text = f"name = 's'\n{TINY}[matrix]\nsteps = [100000000]\nnproc = [2]\nstrategy = ['ddp']\n".replace(
@@ -70,7 +67,6 @@ def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert not _processes_with(str(cell["id"]))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 4)])
 def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals, code: int) -> None:
     """The contract's exit code, no rank is left, and the interrupted cell is not recorded."""
@@ -90,7 +86,6 @@ def test_a_signal_ends_the_training_too(tmp_path: Path, number: signal.Signals, 
     assert not _processes_with(cell.name)
 
 
-@pytest.mark.timeout(240)
 def test_a_sweep_that_is_killed_leaves_no_training(tmp_path: Path) -> None:
     """SIGKILL leaves it no time to stop anything; the training and its ranks end all the same."""
     text = f"name = 's'\n{TINY}[matrix]\nsteps = [100000000]\nnproc = [2]\nstrategy = ['ddp']\n"

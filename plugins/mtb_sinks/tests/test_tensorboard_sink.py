@@ -89,5 +89,5 @@ assert threading.active_count() == 1
 events.close()
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

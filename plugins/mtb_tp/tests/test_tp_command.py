@@ -39,7 +39,6 @@ SIZES = {
 FAST = [*((case, "fp32") for case in SIZES), ("mlp-uneven", "fp64"), ("sequence-uneven", "bf16")]
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -63,7 +62,6 @@ def test_right_layers_pass(case: str, dtype: str, capsys: pytest.CaptureFixture[
     assert found["environment"]["torch"]
 
 
-@pytest.mark.timeout(60)
 def test_collectives_are_those_of_theory(capsys: pytest.CaptureFixture[str]) -> None:
     """Columns: one all-reduce back; rows: one forward. With sequences cut: the same bytes by two other kinds."""
     sizes = ("--batch-size", "3", "--hidden-features", "20")
@@ -83,7 +81,6 @@ def test_collectives_are_those_of_theory(capsys: pytest.CaptureFixture[str]) -> 
         assert parts["backward"] == whole["backward"] + vectors * 16 * 4
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("check", ["check", "mlp", "sequence"])
 @pytest.mark.parametrize(
     "more",
@@ -104,7 +101,6 @@ def test_every_mistake_is_seen(check: str, more: tuple[str, ...], capsys: pytest
     assert len(rows) == {"check": 5, "mlp": 4, "sequence": 5}[check]
 
 
-@pytest.mark.timeout(60)
 def test_an_unseen_mistake_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a mistake changes nothing, the layers pass and the self-test does not: exit code 1."""
     real = MISTAKES[0]
@@ -116,7 +112,6 @@ def test_an_unseen_mistake_fails(capsys: pytest.CaptureFixture[str], monkeypatch
     assert found["status"] == "failed"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "arguments", [("mlp", "--atol", "100"), ("sequence", "--dropout", "0.001")], ids=["tolerance", "dropout"]
 )
@@ -126,7 +121,6 @@ def test_the_self_test_is_not_blinded(arguments: tuple[str, ...], capsys: pytest
     assert {row["status"] for row in found["self_test"]} == {"ok"}
 
 
-@pytest.mark.timeout(60)
 def test_a_tolerance_that_is_exceeded_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 1, the quantity is named, and the document is written all the same."""
     assert main(["tp", "mlp", "--atol", "0", "--quiet", "--output", str(tmp_path / "new" / "out.json")]) == 1
@@ -137,7 +131,6 @@ def test_a_tolerance_that_is_exceeded_fails(tmp_path: Path, capsys: pytest.Captu
     assert found["errors"]["output"]["status"] == found["status"] == "failed"
 
 
-@pytest.mark.timeout(60)
 def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     """Errors, collectives and mistakes are shown on stdout, complete at 80 columns."""
     assert main(["tp", "sequence", "--self-test"]) == 0
@@ -169,7 +162,6 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], text: str, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("asked", "code"), [((), 0), (("--tp", "3"), 1)])
 def test_under_torchrun(asked: tuple[str, ...], code: int) -> None:
     """Torchrun's ranks are the degree, rank 0 alone prints; another degree asked for is refused."""
@@ -180,7 +172,7 @@ def test_under_torchrun(asked: tuple[str, ...], code: int) -> None:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=110,
+        timeout=240,
         check=False,
     )
     assert ran.returncode == code, ran.stderr

@@ -66,7 +66,6 @@ def independent(left: torch.Tensor, right: torch.Tensor) -> bool:
     return 0.3 < float((left != right).float().mean()) < 0.7
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", CASES)
 def test_masks(case: str, tmp_path: Path) -> None:
     """Equal within a tensor-parallel group, unless the stream is cut; never between groups, layers, micro-batches."""
@@ -87,7 +86,6 @@ def test_masks(case: str, tmp_path: Path) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(ranks[0]["stream"], ranks[1]["stream"], strict=True))
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "2x1" else pytest.mark.slow) for c in CASES])
 def test_replicas_stay_equal_and_checkpointing_changes_nothing(case: str, tmp_path: Path) -> None:
     """With dropout, replicas agree to the bit; so do losses and weights with activation checkpointing and without."""
@@ -118,7 +116,6 @@ def _called(_payload: Any, ctx: RankContext, _worker: Any) -> bool:
     return apart and torch.equal(x.grad, first.detach()) and same is given and bool((given == 0).any())
 
 
-@pytest.mark.timeout(60)
 def test_one_dropout_in_several_places() -> None:
     """It drops other elements in each place; when it is recomputed, the same ones; in place where it was made so."""
     outcome = run_ranks(_called, nproc=2, device="cpu")

@@ -24,7 +24,6 @@ from mtb_tp.vocab import check_words
 MODELS = Path(__file__).parent / "tp_models.py"
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options",
     [
@@ -113,7 +112,6 @@ def test_words_outside_of_the_vocabulary_are_refused(words: torch.Tensor) -> Non
         check_words(torch.tensor([-100]), 64, "tokens")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("factory", "options", "text"),
     [
@@ -196,7 +194,6 @@ def test_the_descriptions_lead_to_the_code() -> None:
     assert set(load_reference(command.impl).commands) == {"check", "mlp", "sequence"}
 
 
-@pytest.mark.timeout(60)
 def test_vocabulary_of_the_data_is_checked_too(tmp_path: Path) -> None:
     """Where the vocabulary comes from the data, one that cannot be shared is refused all the same."""
     data = tmp_path / "text"

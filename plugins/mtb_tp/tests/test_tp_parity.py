@@ -51,7 +51,6 @@ def reference(folder: Path, **settings: Any) -> Seen:
     return _references[key]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("case", "optimizer"),
     [
@@ -83,7 +82,6 @@ def test_parity(case: str, optimizer: str, tmp_path: Path) -> None:
     assert result.parameters == sum(t.numel() for k, t in wanted_end.items() if k.startswith("model/"))
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     "options", [pytest.param({"tp": 2, **SEQUENCE, **VOCABULARY}, marks=pytest.mark.slow), {"tp": 2, **FSDP}]
 )
@@ -96,7 +94,6 @@ def test_bf16(options: dict[str, Any], tmp_path: Path) -> None:
     assert seen[0].losses == pytest.approx(expected.losses, rel=2e-2)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -121,7 +118,6 @@ def test_collectives_of_a_step(options: dict[str, Any], expected: dict[str, tupl
         assert sizes[kind] == activations * activation + (small if kind == "all_reduce" else 0), kind
 
 
-@pytest.mark.timeout(60)
 def test_each_rank_holds_its_part_only(tmp_path: Path) -> None:
     """Matrices, and their optimizer state, are halved by tp=2, and by fsdp over two ranks once more."""
     held = {}

@@ -26,7 +26,6 @@ BITWISE = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in ("2x2-fsdp-all", "1x3") else pytest.mark.slow) for c in BITWISE]
 )
@@ -63,7 +62,6 @@ CROSSINGS = [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*pair, marks=() if i < FAST else pytest.mark.slow) for i, pair in enumerate(CROSSINGS)],
@@ -84,7 +82,6 @@ def test_state_goes_to_other_ranks_exactly(before: dict[str, Any], after: dict[s
         assert rank.losses == pytest.approx(expected[0].losses[3:], rel=1e-5)
 
 
-@pytest.mark.timeout(60)
 def test_a_checkpoint_right_after_an_evaluation(tmp_path: Path) -> None:
     """FSDP leaves parameters gathered after a forward without backward; what is saved then are the shards."""
     settings = {**under(4, tp=2, **FSDP, **ALL), "until_step": 2}

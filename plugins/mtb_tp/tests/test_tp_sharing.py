@@ -14,7 +14,6 @@ from mtb_core import TrainConfig, run
 MODELS = Path(__file__).parent / "tp_models.py"
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("saving", [False, True], ids=["end", "save"])
 def test_values_that_part_late_end_the_run(saving: bool, tmp_path: Path) -> None:
     """Where gradients agree and values part nevertheless, the next save fails, or the end of a run without saves."""
@@ -28,7 +27,6 @@ def test_values_that_part_late_end_the_run(saving: bool, tmp_path: Path) -> None
     assert not list(tmp_path.rglob("READY")), "what has parted was saved"
 
 
-@pytest.mark.timeout(60)
 def test_a_resumed_run_compares_at_its_own_end(tmp_path: Path) -> None:
     """The last step is that of the whole training, also where the run begins later; without saving."""
     values: dict[str, Any] = {**TINY, "model": f"{MODELS}:late", "checkpoint_dir": str(tmp_path / "checkpoints")}
@@ -40,7 +38,6 @@ def test_a_resumed_run_compares_at_its_own_end(tmp_path: Path) -> None:
     assert "have come to different values of it" in result.failure["message"]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("data_parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_saving_does_not_change_buffers(data_parallel: str, tmp_path: Path) -> None:
     """With buffers that follow each rank's samples, a run that saves in each step takes the steps of one that does not."""
@@ -57,7 +54,6 @@ def test_saving_does_not_change_buffers(data_parallel: str, tmp_path: Path) -> N
     assert saving[0].losses == plain[0].losses
 
 
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("vocabulary", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_last_norm_may_be_defined_first(vocabulary: bool, tmp_path: Path) -> None:
     """With the sequence cut, the output layer takes what a norm gives it, wherever the model defines that norm."""
