@@ -50,7 +50,7 @@ def _validity(record: Record) -> Iterator[Finding]:
             "make-valid",
             "Remove what made the measurement invalid, and run it again before comparing anything.",
         )
-    elif record.performance_valid is None:
+    elif record.performance_valid is None and not record.performance_invalid_reasons:  # else nothing is timed
         yield Finding(
             "unusual",
             "validity-unknown",

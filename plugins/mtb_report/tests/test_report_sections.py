@@ -108,6 +108,44 @@ def test_the_figures_of_an_invalid_run_are_nowhere() -> None:
         assert "251.5" not in text
 
 
+TIMES = ("mean ms", "min ms", "p50 ms", "p95 ms", "max ms", "algbw GB/s", "busbw GB/s", "Latency µs", "Bandwidth GB/s")
+PHASES = ("gate", "dispatch", "expert", "backward", "forward and backward", "Communication", "Tokens/s")
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "titles", "kept"),
+    [
+        ("newer/comm.json", "communication", (*TIMES, "±", "± "), ("S", "Calls", "Wrong", "Status")),
+        ("newer/moe.json", "moe", PHASES, ("Slots dropped", "Imbalance", "Padding", "Bytes", "Check")),
+    ],
+)
+def test_other_kinds_have_dashes_too(file: str, name: str, titles: Any, kept: Any) -> None:
+    """Collectives and routing that are not valid: - for every time and rate, and no plot of them; the rest stays.
+
+    Where a file does not say whether it is valid its figures are shown.
+    """
+    raw = json.loads((SAMPLES / file).read_text())
+    cells: dict[Any, dict[str, set[str]]] = {}
+    plots = {}
+    for valid in (False, None):
+        record = record_of({**raw, "performance_valid": valid}, path=Path("/x.json"), digest="")
+        blocks = section(build(Found([record], []), "x"), name).blocks
+        cells[valid] = {
+            column.title: {row[i].text for row in block.rows}
+            for block in blocks
+            if isinstance(block, Table)
+            for i, column in enumerate(block.columns)
+        }
+        plots[valid] = [block.title for block in blocks if isinstance(block, Plot)]
+    for title in titles:
+        assert cells[False][title] == {"-"}, title
+        assert "-" not in cells[None][title], title
+    for title in kept:
+        assert cells[False][title] == cells[None][title]
+    assert not any("busbw" in title for title in plots[False])
+    assert plots[None]
+
+
 def test_megatron_rows_without_validity_are_dashes() -> None:
     """A compatibility run shows what it was, not how fast."""
     made = report("older/megatron/records/tp1_pp2.json")
