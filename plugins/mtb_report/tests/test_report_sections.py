@@ -115,7 +115,7 @@ PHASES = ("gate", "dispatch", "expert", "backward", "forward and backward", "Com
 @pytest.mark.parametrize(
     ("file", "name", "titles", "kept"),
     [
-        ("newer/comm.json", "communication", (*TIMES, "±", "± "), ("S", "Calls", "Wrong", "Status")),
+        ("newer/comm.json", "communication", (*TIMES, "±"), ("S", "Calls", "Wrong", "Status")),
         ("newer/moe.json", "moe", PHASES, ("Slots dropped", "Imbalance", "Padding", "Bytes", "Check")),
     ],
 )
