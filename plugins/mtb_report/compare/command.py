@@ -61,7 +61,8 @@ _GATE = re.compile(r"(slower|faster):(\d+(?:\.\d+)?)%")
 @click.option(
     "--fail-if",
     metavar="slower:P%",
-    help="Exit with 1 if B is slower (or faster:P%: faster) than A by P percent or more.",
+    help="Exit with 1 if the verdict is slower and the ratio says so by P percent or more: A's speed over B's, less 1 "
+    "(not a bound of the interval). Likewise faster:P%, B's speed over A's. Exit with 1 too if there is no verdict.",
 )
 @click.option("--allow-unlike", is_flag=True, help="Compare although model, data or batch differ.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -103,7 +104,7 @@ def _read(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list[Rec
             raise ConfigError(
                 f"{record.path} holds {record.kind!r}; only results of trainings have independent trials to compare."
             )
-        if record.status in ("failed", "partial"):
+        if record.status not in (None, "success"):
             raise ConfigError(
                 f"{record.path} is of a run that ended early (status {record.status}); compare complete runs."
             )
@@ -148,7 +149,7 @@ def _report(
 ) -> int:
     from mtb_core import dumps  # noqa: PLC0415
 
-    from .document import judge, make_document, show  # noqa: PLC0415
+    from .document import change_of, judge, make_document, show  # noqa: PLC0415
 
     document = make_document(
         sides,
@@ -161,7 +162,13 @@ def _report(
     )
     complaint = None if gate is None else judge(document, *gate)
     if gate is not None:
-        document["gate"] = {"fail_if": gate[0], "percent": gate[1] * 100, "passed": complaint is None}
+        change = change_of(document, gate[0])
+        document["gate"] = {
+            "fail_if": gate[0],
+            "percent": gate[1] * 100,
+            "change_percent": None if change is None else change * 100,
+            "passed": complaint is None,
+        }
     if given["as_json"]:
         click.echo(dumps(document, indent=2))
     elif not given["quiet"]:

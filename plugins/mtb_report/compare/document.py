@@ -18,6 +18,8 @@ from .verdict import UNDETERMINED, compare_trials
 
 SCHEMA_VERSION = 1
 
+_NOT_FINITE = ("loss_nonfinite", "loss_first_nonfinite")
+
 _GROUPS = {
     WORK: "other work: times say little about each other",
     NUMERICS: "other arithmetic: see loss and norms too",
@@ -58,6 +60,9 @@ def make_document(
         "schema_version": SCHEMA_VERSION,
         "benchmark": "comparison",
         "metric": metric,
+        "performance_valid": _all_valid([*sides[0], *sides[1]]),
+        "performance_invalid_reasons": [*_invalid("A", sides[0]), *_invalid("B", sides[1])],
+        "warnings": _warnings(sides),
         "ratio_of": "speed of B over speed of A",
         "ratio": found.ratio,
         "confidence": found.confidence,
@@ -71,7 +76,6 @@ def make_document(
         "b": _side(sides[1], trials[1]),
         "differences": [attrs.asdict(d) for d in unlike],
         "like": not [d for d in unlike if d.group != SETTING],
-        "warnings": [*_invalid("A", sides[0]), *_invalid("B", sides[1])],
         "provenance": provenance(argv),
     }
 
@@ -125,8 +129,9 @@ def _side(records: Sequence[Record], trials: Sequence[float]) -> dict[str, Any]:
 
 
 def _all_valid(records: Sequence[Record]) -> bool | None:
+    """False where one says that it is not valid; None where one does not say, and none is not."""
     said = [r.performance_valid for r in records]
-    return None if None in said else all(said)
+    return False if False in said else None if None in said else True
 
 
 def _relative(path: Path) -> str:
@@ -135,48 +140,83 @@ def _relative(path: Path) -> str:
 
 
 def _invalid(name: str, records: Sequence[Record]) -> list[str]:
+    """Why the times of a side are not valid, in one text; its numbers are those of one of the trials."""
+    if all(r.performance_valid is not False for r in records):
+        return []
     reasons = by_kind(reason for r in records for reason in r.performance_invalid_reasons)
-    if any(r.performance_valid is False for r in records):
-        return [f"{name} says of itself that its times are not valid: {'; '.join(reasons) or 'no reason given'}"]
-    return []
+    return [f"{name}: {'; '.join(reasons) or 'no reason given'}"]
+
+
+def _warnings(sides: tuple[Sequence[Record], Sequence[Record]]) -> list[str]:
+    out = []
+    for name, records in zip("AB", sides, strict=True):
+        broken = next((r.get(key) for r in records for key in _NOT_FINITE if r.get(key)), None)
+        if broken:
+            out.append(f"the loss of {name} was {broken}: the speed of a training that is broken tells nothing")
+    if sides[0][0].digest == sides[1][0].digest:
+        out.append("A and B are the same file")
+    return out
+
+
+def change_of(document: Mapping[str, Any], what: str) -> float | None:
+    """By how much B is `what`, "slower" or "faster", as a fraction; None where there is no ratio.
+
+    The speed of the faster one over that of the slower one, less 1: at step times of 100 and 103 ms B is 3% slower, and
+    A compared with B is 3% faster.
+    """
+    ratio = document["ratio"]
+    return None if ratio is None else 1 / ratio - 1 if what == "slower" else ratio - 1
 
 
 def judge(document: Mapping[str, Any], what: str, least: float) -> str | None:
     """Why the gate ``what:least`` does not let this pass; None where it does.
 
-    It needs a verdict: where none could be reached, that is the complaint.
+    It closes where the verdict is `what` and the change, by the ratio itself, is `least` or more. A bound of the interval
+    is not held against `least`: the interval decides whether there is a difference at all. Where no verdict could be
+    reached, that is the complaint.
     """
+    doubt = f" Not valid: {'; '.join(document['performance_invalid_reasons'])}."
+    doubt = doubt if document["performance_valid"] is False else ""
     if document["verdict"] == UNDETERMINED:
-        return f"Whether B is {what} cannot be told: {document['notes'][0]}."
-    ratio = document["ratio"]
-    change = 1 / ratio - 1 if what == "slower" else ratio - 1
-    if document["verdict"] == what and change >= least:
+        return f"Whether B is {what} cannot be told: {document['notes'][0]}.{doubt}"
+    change = change_of(document, what)
+    if document["verdict"] == what and change is not None and change >= least:
         low, high = document["ratio_interval"]
         return (
             f"B is {what} than A by {change:.1%}, and --fail-if allows less than {least:.1%} (ratio of speeds "
-            f"{ratio:.4f}, {document['confidence']:.0%} interval {low:.4f} to {high:.4f})."
+            f"{document['ratio']:.4f}, {document['confidence']:.0%} interval {low:.4f} to {high:.4f}).{doubt}"
         )
     return None
 
 
 def show(document: Mapping[str, Any]) -> None:
-    """The document for people, on stdout."""
+    """The document for people, on stdout; what takes the worth from the verdict stands before it."""
     out = console()
-    a, b, n = document["a"], document["b"], document["n"]
-    out.print(f"A: {a['label']} ({n[0]} trials)   B: {b['label']} ({n[1]} trials)   {document['metric']}")
+    sides = (
+        f"{side}: {document[side.lower()]['label']} ({n} trial{'' if n == 1 else 's'})"
+        for side, n in zip("AB", document["n"], strict=True)
+    )
+    out.print("   ".join((*sides, document["metric"])), markup=False)
+    invalid = document["performance_valid"] is False
+    if invalid:
+        out.print("[bold]Not valid[/bold] as measurements of speed, and so neither is the verdict:")
+        for text in document["performance_invalid_reasons"]:
+            out.print(f"  {text}", markup=False)
+    for text in document["warnings"]:
+        out.print(f"Warning: {text}.", markup=False)
     if document["ratio"] is not None:
         line = f"B's speed is {document['ratio']:.4f} times A's"
         if document["ratio_interval"] is not None:
             low, high = document["ratio_interval"]
             line += f", {document['confidence']:.0%} interval {low:.4f} to {high:.4f}"
         out.print(line + f" ({document['method']})")
-    out.print(f"Verdict: [bold]{document['verdict']}[/bold]")
+    out.print(f"Verdict{', of times that are not valid' if invalid else ''}: [bold]{document['verdict']}[/bold]")
     if document["seen_from_percent"] is not None:
         out.print(
             f"With this spread and so many trials, a change of {document['seen_from_percent']:.2g}% would be seen "
             "four times out of five."
         )
-    for text in (*document["warnings"], *document["notes"]):
+    for text in document["notes"]:
         out.print(f"Note: {text}.", markup=False)
     if document["differences"]:
         out.print(_differences_table([Difference(**d) for d in document["differences"]]))

@@ -24,6 +24,8 @@ CONFIDENCE = 0.98
 #: With which probability an effect of the size that is called "would be seen" leads to a verdict.
 POWER = 0.8
 _MOST_EXPONENT = 700.0
+#: A standard error of logarithms that rounding alone makes.
+_NO_SPREAD = 1e-12
 
 FASTER, SLOWER, NO_DIFFERENCE, UNDETERMINED = "faster", "slower", "no difference seen", "undetermined"
 
@@ -33,14 +35,15 @@ class Comparison:
     """B against A.
 
     Attributes:
-        ratio: how many times as fast as A B is; above 1, B is faster. None where a side has no trial.
-        low, high: its confidence interval; None where it cannot be known.
+        ratio: how many times as fast as A B is, by the geometric means of the trials; above 1, B is faster. None where
+            a side has no trial.
+        low, high: its confidence interval; None where there is none.
         verdict: on B: "faster", "slower", "no difference seen" or "undetermined".
         n: trials of A and of B.
         method: the test, in words.
         seen_from: the smallest change, as a fraction, that this number of trials with this spread would show in 80%
             of such comparisons; None where it cannot be known.
-        note: what must be known to read it; why it is undetermined.
+        note: why it is undetermined; None where it is not.
     """
 
     ratio: float | None
@@ -86,12 +89,14 @@ def compare_trials(
         )
         return Comparison(_exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
     error, degrees = _paired(left, right) if paired else _welch(left, right)
+    if error < _NO_SPREAD:
+        reason = "the trials have no spread at all, which is not how measurements look: they may be copies of one measurement"
+        return Comparison(_exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
     half = quantile((1 + confidence) / 2, degrees) * error
     low, high = effect - half, effect + half
     verdict = FASTER if low > 0 else SLOWER if high < 0 else NO_DIFFERENCE
     seen_from = _exp(half + quantile(POWER, degrees) * error) - 1
-    note = None if error else "all trials of a side are equal: that is not how measurements look"
-    return Comparison(_exp(effect), _exp(low), _exp(high), verdict, n, confidence, method, seen_from, note)
+    return Comparison(_exp(effect), _exp(low), _exp(high), verdict, n, confidence, method, seen_from)
 
 
 def _exp(x: float) -> float:
@@ -109,7 +114,5 @@ def _welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     parts = [statistics.variance(side) / len(side) for side in (a, b)]
     total = sum(parts)
     least = min(len(a), len(b)) - 1
-    if not total:
-        return 0.0, least
     below = sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
     return math.sqrt(total), max(total**2 / below, least) if below else least

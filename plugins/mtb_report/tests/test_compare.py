@@ -92,7 +92,7 @@ def test_direction_and_ratio() -> None:
     assert found.ratio == pytest.approx(2.0, rel=1e-3)
     assert found.verdict == "faster"
     assert found.low < 2.0 < found.high
-    assert compare_trials([2.0, 2.02], [1.0, 1.01], paired=True, lower_is_better=False).verdict == "slower"
+    assert compare_trials([2.0, 2.02], [1.0, 1.02], paired=True, lower_is_better=False).verdict == "slower"
 
 
 def test_pairs_take_out_what_both_share() -> None:
@@ -235,11 +235,47 @@ def _without(time: float | None) -> dict[str, Any]:
     return {} if time else {"repeats": [{"step_time_ms": None, "tokens_per_sec": None}]}
 
 
-def test_invalid_performance_is_said(tmp_path: Path) -> None:
-    """A result that says that its times are not valid is named, with its reasons."""
-    a = result(tmp_path / "a.json", [10.0, 10.1], performance_valid=False, performance_invalid_reasons=["load"])
-    got = document(a, a)
-    assert any("A says" in w and "load" in w for w in got["warnings"])
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_invalid_performance_is_said_before_the_verdict(tmp_path: Path, side: str) -> None:
+    """A side that says that its times are not valid is named, with its reasons, in text and JSON."""
+    bad = result(tmp_path / "bad.json", [20.0, 20.1], performance_valid=False, performance_invalid_reasons=["load 9"])
+    good = result(tmp_path / "good.json", [10.0, 10.1])
+    words = (bad, good) if side == "A" else (good, bad)
+    got = document(*words)
+    assert got["performance_valid"] is False
+    assert got["performance_invalid_reasons"] == [f"{side}: load 9"]
+    keys = list(got)
+    assert keys.index("performance_valid") < keys.index("verdict")
+    said = invoke(*words).stdout
+    assert said.index(f"{side}: load 9") < said.index("Verdict")
+    assert "Verdict, of times that are not valid" in said
+    done = invoke(*words, "--fail-if", "slower:1%" if side == "B" else "faster:1%")
+    assert isinstance(done.exception, CheckFailed)
+    assert f"Not valid: {side}: load 9" in str(done.exception)
+
+
+@pytest.mark.parametrize(("b", "expected"), [(True, True), (None, None), (False, False)])
+def test_validity_of_a_comparison(tmp_path: Path, b: bool | None, expected: bool | None) -> None:
+    """It is that of its worse side; what is not known is not said to be valid."""
+    files = result(tmp_path / "a.json", [10.0, 10.1]), result(tmp_path / "b.json", [10.0, 10.2], performance_valid=b)
+    assert document(*files)["performance_valid"] is expected
+    assert ("not valid" in invoke(*files).stdout) is (b is False)
+
+
+def test_a_broken_training_is_warned_of(tmp_path: Path) -> None:
+    """The speed of a training whose loss was not finite stands beside a warning; so does a file against itself."""
+    a = result(tmp_path / "a.json", [10.0, 10.1])
+    b = result(tmp_path / "b.json", [5.0, 5.1], loss=None, loss_nonfinite="nan")
+    assert "loss of B was nan" in document(a, b)["warnings"][0]
+    assert document(a, a)["warnings"] == ["A and B are the same file"]
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_trials_without_any_spread_are_undetermined(paired: bool) -> None:
+    """An interval of no width would make any difference sure; real trials are never equal to the last bit."""
+    found = compare_trials([10.0] * 3, [10.001] * 3, paired=paired, lower_is_better=True)
+    assert (found.verdict, found.low, found.seen_from) == ("undetermined", None, None)
+    assert "copies" in found.note
 
 
 @pytest.mark.parametrize(
@@ -249,6 +285,8 @@ def test_invalid_performance_is_said(tmp_path: Path) -> None:
         ([10.2, 10.21, 10.19], "slower:3%", False),
         ([9.0, 9.1, 8.9], "slower:3%", False),
         ([9.0, 9.1, 8.9], "faster:3%", True),
+        ([10.29, 10.31, 10.3], "slower:2.95%", True),  # by the ratio; a bound of its interval is below
+        ([10.29, 10.31, 10.3], "slower:3.05%", False),
         ([10.5, 20.0, 7.0], "slower:3%", False),
     ],
 )
@@ -258,6 +296,17 @@ def test_gate(tmp_path: Path, times: list[float], gate: str, fails: bool) -> Non
     done = invoke(a, result(tmp_path / "b.json", times), "--fail-if", gate, "--output", str(tmp_path / "out.json"))
     assert isinstance(done.exception, CheckFailed) is fails
     assert json.loads((tmp_path / "out.json").read_text())["gate"]["passed"] is not fails
+
+
+@pytest.mark.parametrize(("what", "percent"), [("slower", 3.0), ("faster", 1 / 0.0103 - 100)])
+def test_the_change_that_a_gate_looks_at(tmp_path: Path, what: str, percent: float) -> None:
+    """The speed of the faster one over that of the slower one, less 1: exchanged sides give the other direction."""
+    a = result(tmp_path / "a.json", [99.0, 101.0, 100.0])
+    b = result(tmp_path / "b.json", [1.03 * t for t in (99.0, 101.0, 100.0)])
+    forward = document(a, b, "--fail-if", f"{what}:50%")["gate"]
+    assert forward["change_percent"] == pytest.approx(percent)
+    other = "faster" if what == "slower" else "slower"
+    assert document(b, a, "--fail-if", f"{other}:50%")["gate"]["change_percent"] == pytest.approx(percent)
 
 
 def test_gate_needs_a_verdict(tmp_path: Path) -> None:
@@ -272,9 +321,12 @@ def test_wrong_usage_is_refused(tmp_path: Path) -> None:
     """A gate that cannot be read, a run that failed, options of --run without it, a missing file."""
     a = result(tmp_path / "a.json", [10.0])
     failed = result(tmp_path / "f.json", [10.0], exit_reason="failed")
+    oom = tmp_path / "old.json"
+    oom.write_text(json.dumps({"benchmark": "training", "status": "oom", "repeats": [{"tokens_per_sec": 1.0}]}))
     for words in (
         (a, a, "--fail-if", "slower"),
         (a, failed),
+        (a, str(oom)),
         (a, a, "--run-dir", "x"),
         (a, str(tmp_path / "none.json")),
     ):
