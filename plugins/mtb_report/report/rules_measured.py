@@ -10,6 +10,7 @@ from mtb_report.results import Record
 from .cells import plural
 from .findings import Finding, known, text_of
 from .plots import size_text
+from .scaling import setting
 from .sections.checks import matches_of
 
 #: busbw that grows by more than this from the second largest size to the largest has not reached its limit.
@@ -118,15 +119,24 @@ def memory_pressure(record: Record) -> Iterator[Finding]:
             "does-not-fit",
             f"The {tier or 'unknown'} tier{size} does not fit with strategy {record.get('strategy')} at this batch size.",
         )
-        yield Finding(
-            "next",
-            "shard",
-            "Shard more (fsdp, deepspeed stage 3), recompute activations, or take a smaller --batch-size.",
-        )
+        yield Finding("next", "shard", f"{_room_for(record)}.")
     elif peak:
         yield Finding(
             "meaning", "fits", f"The {tier or 'unknown'} tier{size} fits: the fullest rank peaked at {peak:,.0f} MiB."
         )
+
+
+def _room_for(record: Record) -> str:
+    """What is left to try for a model that does not fit."""
+    stage = (record.get("strategy_options") or {}).get("stage")
+    sharded = record.get("strategy") in ("fsdp", "fsdp1") or stage == 3
+    tries = ["shard over more ranks" if sharded else "shard more (fsdp, deepspeed stage 3)"]
+    tries += (
+        [] if setting(record, "activation_checkpointing") else ["recompute activations (--activation-checkpointing)"]
+    )
+    tries += [] if setting(record, "batch_size") == 1 else ["take a smaller --batch-size"]
+    text = ", or ".join(tries)
+    return text[0].upper() + text[1:]
 
 
 def profile(record: Record) -> Iterator[Finding]:

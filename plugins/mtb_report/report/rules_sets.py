@@ -22,15 +22,13 @@ def sweep(record: Record) -> Iterator[Finding]:
     best = _fastest(record)
     if best is not None:
         rate = best["figures"]["tokens_per_sec"]
-        yield Finding(
-            "meaning", "fastest", f"The fastest valid cell is {_labels(best)}, with {rate:,.0f} tokens a second."
-        )
+        kind = "valid cell" if best.get("performance_valid") else "cell (not known whether valid)"
+        yield Finding("meaning", "fastest", f"The fastest {kind} is {_labels(best)}, with {rate:,.0f} tokens a second.")
     for fit in record.get("largest_that_fits") or ():
         beyond = fit.get("first_that_does_not")
-        limit = f"{beyond} does not" if beyond is not None else "no larger one was tried"
-        yield Finding(
-            "meaning", "largest", f"Of {fit.get('axis')} the largest that fits is {fit.get('largest')}; {limit}."
-        )
+        limit = f"{beyond} does not" if beyond is not None else "none that was tried is too large"
+        largest = "none fits" if fit.get("largest") is None else f"the largest that fits is {fit.get('largest')}"
+        yield Finding("meaning", "largest", f"Of {fit.get('axis')} {largest}; {limit}.")
     for cell in record.rows:
         if cell.get("status") in _FAILED:
             reason = str(cell.get("reason") or cell.get("failure_type") or "no reason is recorded").rstrip(".")
@@ -40,7 +38,12 @@ def sweep(record: Record) -> Iterator[Finding]:
         yield Finding(
             "unusual", "cells-not-valid", f"{plural(invalid, 'cell')} of {len(record.rows)} gave no valid measurement."
         )
-    if any(counts[status] for status in _FAILED):
+    failed = [cell for cell in record.rows if cell.get("status") in _FAILED]
+    if failed and all(cell.get("failure_type") == "configuration" for cell in failed):
+        yield Finding(
+            "next", "correct", "Correct the settings that were refused: running those cells again changes nothing."
+        )
+    elif failed:
         yield Finding(
             "next", "retry", "Look at the logs of the cells that failed, and run the sweep again with --retry."
         )
@@ -49,12 +52,16 @@ def sweep(record: Record) -> Iterator[Finding]:
 
 
 def _fastest(record: Record) -> Mapping[str, Any] | None:
+    """None where cells trained models of several sizes: the smallest would be the fastest."""
+    sizes = {(cell.get("figures") or {}).get("parameters") for cell in record.rows} - {None}
     cells = [
         cell
         for cell in record.rows
-        if cell.get("performance_valid") is not False and (cell.get("figures") or {}).get("tokens_per_sec")
+        if cell.get("status") == "success"
+        and cell.get("performance_valid") is not False
+        and (cell.get("figures") or {}).get("tokens_per_sec")
     ]
-    return max(cells, key=lambda cell: cell["figures"]["tokens_per_sec"], default=None)
+    return max(cells, key=lambda cell: cell["figures"]["tokens_per_sec"], default=None) if len(sizes) < 2 else None
 
 
 def _labels(cell: Mapping[str, Any]) -> str:
@@ -69,25 +76,37 @@ def comparison(record: Record) -> Iterator[Finding]:
         sure = ""
         if interval and confidence:
             sure = f" ({confidence:.0%} confidence: {interval[0]:.3f} to {interval[1]:.3f})"
-        yield Finding("meaning", "ratio", f"B has {ratio:.3f} times the speed of A{sure}. Verdict: {verdict}.")
+        doubt = ", of times that are not valid" if record.performance_valid is False else ""
+        yield Finding("meaning", "ratio", f"B has {ratio:.3f} times the speed of A{sure}. Verdict{doubt}: {verdict}.")
     if seen is not None:
         yield Finding(
             "meaning", "seen-from", f"A difference from {seen:.1f}% on would have been seen with these trials."
         )
-    if verdict == "undetermined":
-        yield Finding(
-            "next", "more-trials", "Measure both with --repeat 5 or more: one trial on a side tells no difference."
-        )
-    elif verdict == "no difference seen":
-        yield Finding(
-            "next", "more-trials", "If a smaller difference matters, take more trials, in turns: mtb compare --run."
-        )
+    yield from _more_trials(record, verdict)
     if record.get("like") is False:
         yield Finding(
             "unusual", "unlike", "A and B are unlike in more than a setting; see the differences in the file."
         )
     for text in record.get("warnings") or ():
         yield Finding("unusual", "warning", f"{str(text).rstrip('.')}.")
+
+
+def _more_trials(record: Record, verdict: str | None) -> Iterator[Finding]:
+    trials = record.get("n") or ()
+    paired = (text_of(record, "method") or "").startswith("paired")
+    if verdict == "no difference seen":
+        how = "more --pairs" if paired else "more trials, in turns: mtb compare --run"
+        yield Finding("next", "more-trials", f"If a smaller difference matters, take {how}.")
+    elif verdict == "undetermined" and 0 in trials:
+        yield Finding("next", "other-metric", "Choose another --metric: a side has no figure of this one.")
+    elif verdict == "undetermined" and all(n > 1 for n in trials):
+        yield Finding(
+            "next", "other-trials", "Measure both anew: trials without any spread are copies, not measurements."
+        )
+    elif verdict == "undetermined":
+        yield Finding(
+            "next", "more-trials", "Measure both with --repeat 5 or more: one trial on a side tells no difference."
+        )
 
 
 def drill(record: Record) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from mtb_report.results import Record
 
 from .findings import Finding, known, text_of
-from .scaling import setting
+from .scaling import is_plain, setting
 from .trainings import interval
 
 #: What is normal, by experience with data-parallel training: waiting for data below 2% of the step.
@@ -21,8 +21,6 @@ NORM_PEAK = 10.0
 FAR_FROM_LN = 0.5
 #: Bytes of fp32 weight, gradient and AdamW's two moments, for each parameter.
 ADAMW_BYTES = 16
-
-_UNSHARDED = ("single", "ddp")
 
 
 def training(record: Record) -> Iterator[Finding]:
@@ -37,7 +35,7 @@ def _what_ran(record: Record) -> Iterator[Finding]:
     model = f"a model of {parameters:,} parameters" if parameters else "a model of unknown size"
     on = f"{ranks:g} rank{'' if ranks == 1 else 's'}" if ranks else "an unknown number of ranks"
     steps, warmup = known(record, "steps"), known(record, "warmup_steps")
-    counted = f" {steps:g} steps were measured" if steps else " It is not known how many steps were measured"
+    counted = " It is not known how many steps were measured" if steps is None else f" {_measured(steps)}"
     after = f", after {warmup:g} of warm-up that do not count." if warmup else "."
     name = text_of(record, "strategy") or "An unknown strategy"
     yield Finding(
@@ -47,10 +45,17 @@ def _what_ran(record: Record) -> Iterator[Finding]:
     )
 
 
+def _measured(steps: float) -> str:
+    if steps < 2:
+        return "One step was measured" if steps else "No step was measured"
+    return f"{steps:g} steps were measured"
+
+
 def _speed(record: Record) -> Iterator[Finding]:
     time, rate, ranks = (known(record, name) for name in ("step_time_ms", "tokens_per_sec", "world_size"))
     if not time or not rate:
-        yield Finding("meaning", "speed", "It holds no speed: no step was measured, or the time is not known.")
+        why = "" if known(record, "steps") == 0 else ": the time of a step is not known"
+        yield Finding("meaning", "speed", f"It holds no speed{why}.")
         return
     per_rank = f", {rate / ranks:,.0f} for each rank" if ranks and ranks > 1 else ""
     samples, length = known(record, "global_batch_size"), setting(record, "seq_length")
@@ -68,19 +73,34 @@ def _certainty(record: Record) -> Iterator[Finding]:
     if not rate:
         return
     if found is None:
+        several = (
+            max((record.summary.get("tokens_per_sec") or {}).get("n") or 1, known(record, "repeat_count") or 1) > 1
+        )
+        several |= (record.summary.get("tokens_per_sec") or {}).get("std_kind") == "population"
+        why = "There was a single trial"
+        if several:
+            why = "Several trials were planned or made, but the file does not hold the figures of two"
         yield Finding(
             "unusual",
             "single-trial",
-            "There was a single trial, so the noise is not known: no difference to another run can be told from it.",
+            f"{why}, so the noise is not known: no difference to another run can be told from it.",
         )
+        again = "from its start, without checkpoints, " if _keeps_checkpoints(record) else ""
         yield Finding(
             "next",
             "repeat",
-            "Measure it again with --repeat 5; `mtb compare` then says how small a difference it can see.",
+            f"Measure it again {again}with --repeat 5; `mtb compare` then says how small a difference it can see.",
         )
         return
     low, high, count = found
     share = (high - low) / 2 / rate
+    if high == low:
+        yield Finding(
+            "unusual",
+            "no-spread",
+            f"All {count} trials have the same figure, which is not how measurements look: the noise is not known.",
+        )
+        return
     yield Finding(
         "meaning",
         "certainty",
@@ -93,6 +113,14 @@ def _certainty(record: Record) -> Iterator[Finding]:
             f"That interval is wide: ±{share:.1%}; trials of a quiet machine agree within {WIDE_INTERVAL:.0%}.",
         )
         yield Finding("next", "more-trials", "Take more trials or more steps, and look for other work on the machine.")
+
+
+def _keeps_checkpoints(record: Record) -> bool:
+    """Whether it was resumed or saved checkpoints, which repeated trials cannot."""
+    runtime = record.get("runtime") or {}
+    return bool(
+        runtime.get("resumed", runtime.get("resume")) or runtime.get("checkpoint_dir") or setting(record, "save_every")
+    )
 
 
 def _parts(record: Record) -> Iterator[Finding]:
@@ -112,11 +140,13 @@ def _parts(record: Record) -> Iterator[Finding]:
             "data-wait",
             f"Waiting for data takes {data / whole:.1%} of the step; below {DATA_SHARE:.0%} is normal.",
         )
-        yield Finding(
-            "next",
-            "data-path",
-            "Run the same with --data synthetic: if it is faster, the data path is what to repair first.",
-        )
+        advice = "Run the same with --data synthetic: if it is faster, the data path is what to repair first."
+        if setting(record, "data") == "synthetic":
+            advice = (
+                "The data is synthetic already, so no file is slow: see whether other work takes the cores, and whether "
+                "the step is so short that making a batch shows (a larger model, or profile it)."
+            )
+        yield Finding("next", "data-path", advice)
     if optimizer / whole > OPTIMIZER_SHARE:
         yield Finding(
             "unusual",
@@ -146,8 +176,7 @@ def _memory(record: Record) -> Iterator[Finding]:
         "process_rss": "the process's peak resident set, libraries and the data included, so it says little about the model alone",
     }.get(kind or "", "by a measure that is not recorded")
     text = f"The fullest rank needed {peak:,.0f} MiB: {what}."
-    plain = record.get("strategy") in _UNSHARDED and not (record.get("strategy_options") or {}).get("zero1")
-    if parameters and plain and kind == "cuda_allocated" and setting(record, "optimizer") in (None, "adamw"):
+    if parameters and is_plain(record) and kind == "cuda_allocated" and setting(record, "optimizer") in (None, "adamw"):
         state = parameters * ADAMW_BYTES / 2**20
         text += f" Weights, gradients and AdamW's moments in fp32 are {state:,.0f} MiB of it; the rest is activations and buffers."
     yield Finding("meaning", "memory", text)
@@ -170,7 +199,7 @@ def _communication(record: Record) -> Iterator[Finding]:
 def _mfu(record: Record) -> Iterator[Finding]:
     share, reason = known(record, "mfu"), text_of(record, "mfu_reason")
     if share is None:
-        if reason:
+        if reason and known(record, "steps") != 0:
             yield Finding("meaning", "mfu", f"How much of the device's peak was used (MFU) is not known: {reason}.")
         return
     convention = text_of(record, "flops_convention")
@@ -194,11 +223,11 @@ def _loss(record: Record) -> Iterator[Finding]:
             "loss-not-finite",
             f"The loss was {flag}: the training is broken from there on, and its speed tells nothing.",
         )
-        yield Finding(
-            "next",
-            "find-nonfinite",
-            "Find the step in the metrics lines (`nonfinite`); lower --learning-rate, set --max-grad-norm, or try --precision fp32.",
-        )
+        tries = ["lower --learning-rate"]
+        tries += [] if setting(record, "max_grad_norm") else ["set --max-grad-norm"]
+        tries += [] if record.get("precision") == "fp32" else ["try --precision fp32"]
+        listed = tries[0] if len(tries) == 1 else f"{', '.join(tries[:-1])} or {tries[-1]}"
+        yield Finding("next", "find-nonfinite", f"Find the step in the metrics lines (`nonfinite`); {listed}.")
         return
     if first is None or last is None:
         return
@@ -209,7 +238,8 @@ def _loss(record: Record) -> Iterator[Finding]:
             "loss-rises",
             f"The loss rose by {last - first:.3f}: the training does not learn at these settings.",
         )
-        yield Finding("next", "lower-rate", "Try a lower --learning-rate, or a warm-up of it (--lr-warmup-steps).")
+        ramp = "" if setting(record, "lr_warmup_steps") else ", or a warm-up of it (--lr-warmup-steps)"
+        yield Finding("next", "lower-rate", f"Try a lower --learning-rate{ramp}.")
     vocabulary = setting(record, "vocab_size")
     fresh = not (record.get("runtime") or {}).get("resumed") and setting(record, "model") == "gpt"
     if fresh and vocabulary and abs(first - math.log(vocabulary)) > FAR_FROM_LN:
@@ -243,14 +273,32 @@ def _gradients(record: Record) -> Iterator[Finding]:
 
 def _protocol(record: Record) -> Iterator[Finding]:
     steps, warmup = known(record, "steps"), known(record, "warmup_steps")
+    resumed = (record.get("runtime") or {}).get("resumed")
+    whole = record.status in (None, "success")
+    if steps == 0:
+        yield Finding("unusual", "no-step", "No step was measured: it says nothing of speed, memory or losses.")
+        if resumed and whole:
+            at = known(record, "global_step")
+            there = f", step {at:g}," if at is not None else ""
+            yield Finding(
+                "next",
+                "later-step",
+                f"The checkpoint that it resumed from{there} was at the planned end already: name a later --until-step, "
+                "or train from the start, without --resume.",
+            )
+        elif whole:
+            yield Finding("next", "more-steps", "Measure at least 20 steps (--steps 20).")
+        return
     if steps is not None and steps < FEW_STEPS:
+        only = "a single step" if steps == 1 else f"{steps:g} steps"
         yield Finding(
             "unusual",
             "few-steps",
-            f"Only {steps:g} steps were measured; the mean of fewer than {FEW_STEPS} depends on chance.",
+            f"Only {only} {'was' if steps == 1 else 'were'} measured; the mean of fewer than {FEW_STEPS} depends on chance.",
         )
-        yield Finding("next", "more-steps", "Measure at least 20 steps (--steps 20).")
-    if warmup == 0 and not (record.get("runtime") or {}).get("resumed"):
+        if whole:  # else it was to be more
+            yield Finding("next", "more-steps", "Measure at least 20 steps (--steps 20).")
+    if warmup == 0 and not resumed:
         yield Finding(
             "unusual",
             "no-warmup",
@@ -274,20 +322,27 @@ def _runtime(record: Record) -> Iterator[Finding]:
 
 def _next(record: Record) -> Iterator[Finding]:
     strategy, ranks = record.get("strategy"), known(record, "world_size")
+    if not known(record, "step_time_ms") or record.status not in (None, "success"):
+        return  # first it must be measured
+    alike = (
+        "" if _threads_are_set(record) else " With OMP_NUM_THREADS set for both, or threads are compared with ranks."
+    )
     if ranks and ranks > 1:
         yield Finding(
             "next",
             "one-rank",
-            "For the scaling efficiency run the same on one rank (--nproc 1), and give both to `mtb report`.",
+            "For the scaling efficiency run the same on one rank (--nproc 1; --strategy single where the strategy needs "
+            f"more), and give both to `mtb report`.{alike}",
         )
-        if strategy not in (*_UNSHARDED, None):
+        if strategy is not None and not is_plain(record):
             yield Finding(
                 "next",
                 "ddp-base",
-                "Run the same with --strategy ddp: what memory is saved, and what it costs in time, is against that.",
+                "Run the same with --strategy ddp and no options: what memory is saved, and what it costs in time, is "
+                "against that.",
             )
         accumulated, mode = known(record, "gradient_accumulation_steps"), record.get("resolved_gradient_sync_mode")
-        if accumulated and accumulated > 1 and mode == "every":
+        if accumulated and accumulated > 1 and mode == "every" and not _must_synchronise(record):
             yield Finding(
                 "next",
                 "sync-last",
@@ -299,11 +354,22 @@ def _next(record: Record) -> Iterator[Finding]:
             f"To see how much communication is exposed, and which rank is waited for: mtb profile --strategy {strategy or 'NAME'} with the same options.",
         )
     elif ranks == 1:
+        how = "--strategy ddp --nproc 2" if strategy in ("single", None) else "--nproc 2"
         yield Finding(
             "next",
             "more-ranks",
-            "Run the same on more ranks (--strategy ddp --nproc 2): this is the base of the scaling efficiency.",
+            f"Run the same on more ranks ({how}): this is the base of the scaling efficiency.{alike}",
         )
+
+
+def _threads_are_set(record: Record) -> bool:
+    """Whether a rank has as many threads at every number of ranks; they do the work on a CPU only."""
+    return record.get("device") != "cpu" or "OMP_NUM_THREADS" in (record.environment.get("variables") or {})
+
+
+def _must_synchronise(record: Record) -> bool:
+    """Whether the strategy can synchronise at every micro-batch only: DeepSpeed decides by stage; a static graph must."""
+    return record.get("strategy") == "deepspeed" or bool((record.get("strategy_options") or {}).get("static_graph"))
 
 
 _RULES: tuple[Callable[[Record], Iterator[Finding]], ...] = (

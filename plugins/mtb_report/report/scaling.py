@@ -95,6 +95,16 @@ def scheme_of(record: Record) -> tuple[Any, ...]:
     )
 
 
+def is_plain(record: Record) -> bool:
+    """Whether every rank holds all of the model and its state, and sends whole gradients: `single`, and DDP as such."""
+    options = record.get("strategy_options") or {}
+    return (
+        record.get("strategy") in ("single", "ddp")
+        and not options.get("zero1")
+        and options.get("comm_hook") in (None, "none")
+    )
+
+
 def batch_folder(record: Record) -> Path:
     """The folder that holds the runs that were made together, each in a folder of its own (as sweeps make them) or not."""
     folder = record.path.parent
@@ -147,6 +157,7 @@ def against_ddp(record: Record, records: Sequence[Record]) -> AgainstDdp:
         r
         for r in records
         if r.get("strategy") == "ddp"
+        and is_plain(r)
         and r.get("world_size") == record.get("world_size")
         and work_of(r) == work_of(record)
         and r.get("global_batch_size") == record.get("global_batch_size")

@@ -160,6 +160,106 @@ def test_what_to_measure_next(change: dict[str, Any], rule: str) -> None:
     assert rule in {finding.rule for finding in found.part("next")}
 
 
+def test_a_run_without_a_measured_step() -> None:
+    """It is said once, and nothing follows from figures that are not there."""
+    none = dict.fromkeys(("tokens_per_sec", "step_time_ms", "data_time_ms", "forward_backward_ms", "optimizer_step_ms"))
+    raw = {
+        **CALM, **none, "steps": 0, "warmup_steps": 0, "summary": {}, "loss": None, "loss_first": None, "grad_norm": None,
+        "mfu": None, "mfu_reason": "the peak of a CPU is not known", "max_memory_mib": None, "comm_bytes_per_step": None,
+        "performance_valid": False, "performance_invalid_reasons": ["no measured step"],
+    }  # fmt: skip
+    said = rules(raw)
+    assert "No step was measured." in said["what-ran"]
+    assert said["speed"] == "It holds no speed."
+    assert unusual(raw) == {"no-step"}
+    assert {rule for rule in said if rule not in ("what-ran", "speed", "no-step")} == {"more-steps"}
+    resumed = rules({**raw, "global_step": 3, "runtime": {"resumed": True, "resume_deterministic": True}})
+    assert "more-steps" not in resumed
+    assert "from, step 3, was at the planned end already: name a later --until-step" in resumed["later-step"]
+    failed = rules({**raw, "exit_reason": "failed"})
+    assert {"later-step", "more-steps", "one-rank"}.isdisjoint(failed)
+    assert "run-to-the-end" in failed
+
+
+def test_a_single_step_is_singular() -> None:
+    """Words agree with the number."""
+    said = rules({**CALM, "steps": 1})
+    assert "One step was measured" in said["what-ran"]
+    assert said["few-steps"].startswith("Only a single step was measured")
+
+
+_SLOW_DATA = {"data_time_ms": 5.0, "forward_backward_ms": 76.0}
+_NAN = {"loss": None, "loss_nonfinite": "nan"}
+_EVERY = {"gradient_accumulation_steps": 4, "resolved_gradient_sync_mode": "every"}
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "words", "unfit"),
+    [
+        ({**_SLOW_DATA, "config": {"data": "tokens"}}, "data-path", "--data synthetic", "already"),
+        ({**_SLOW_DATA, "config": {"data": "synthetic"}}, "data-path", "synthetic already", "--data"),
+        ({**_NAN, "precision": "bf16"}, "find-nonfinite", "--precision fp32", None),
+        (_NAN, "find-nonfinite", "--max-grad-norm", "--precision"),
+        ({**_NAN, "config": {"max_grad_norm": 1.0}}, "find-nonfinite", "lower --learning-rate.", "--max-grad-norm"),
+        ({"loss": 6.0}, "lower-rate", "--lr-warmup-steps", None),
+        ({"loss": 6.0, "config": {"lr_warmup_steps": 5}}, "lower-rate", "--learning-rate.", "--lr-warmup-steps"),
+        ({"world_size": 1, "strategy": "single"}, "more-ranks", "--strategy ddp --nproc 2", None),
+        ({"world_size": 1, "strategy": "fsdp"}, "more-ranks", "(--nproc 2)", "--strategy ddp"),
+        ({"summary": {}}, "repeat", "again with --repeat 5", "checkpoints"),
+        ({"summary": {}, "runtime": {"checkpoint_dir": "ck"}}, "repeat", "without checkpoints, with --repeat 5", None),
+        ({"exit_reason": "stopped", "steps": 5}, "more-steps", None, None),
+        ({"exit_reason": "stopped"}, "one-rank", None, None),
+        ({}, "one-rank", "OMP_NUM_THREADS", None),
+        ({"environment": {"variables": {"OMP_NUM_THREADS": "1"}}}, "one-rank", "--nproc 1", "OMP_NUM_THREADS"),
+        ({"device": "cuda"}, "one-rank", "--nproc 1", "OMP_NUM_THREADS"),
+        ({}, "ddp-base", None, None),
+        ({"strategy_options": {"zero1": True}}, "ddp-base", "no options", None),
+        ({**_EVERY, "strategy": "fsdp"}, "sync-last", "--gradient-sync-mode last", None),
+        ({**_EVERY, "strategy": "deepspeed"}, "sync-last", None, None),
+        ({**_EVERY, "strategy_options": {"static_graph": True}}, "sync-last", None, None),
+    ],
+)
+def test_advice_fits_the_run(change: dict[str, Any], rule: str, words: str | None, unfit: str | None) -> None:
+    """What a run has or cannot have is not advised; no words: the rule is silent."""
+    said = rules({**CALM, **change})
+    assert (rule in said) is (words is not None)
+    assert words is None or words in said[rule]
+    assert unfit is None or unfit not in said[rule]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "Shard more (fsdp, deepspeed stage 3), or recompute activations (--activation-checkpointing), or take"),
+        ({"strategy": "fsdp"}, "Shard over more ranks, or recompute"),
+        ({"strategy": "deepspeed_zero3"}, "Shard over more ranks, or recompute"),
+        ({"config": {"activation_checkpointing": True, "batch_size": 1}}, "Shard more (fsdp, deepspeed stage 3)."),
+    ],
+)
+def test_advice_for_what_does_not_fit(change: dict[str, Any], text: str) -> None:
+    """What was done already is not advised again."""
+    raw = json.loads((SAMPLES / "older/stress_ddp_8gpu.json").read_text())
+    assert rules({**raw, **change})["shard"].startswith(text)
+
+
+def test_trials_that_are_not_in_the_file_or_have_no_spread() -> None:
+    """A spread without trials is not a single trial, and equal trials know no noise."""
+    population = {"tokens_per_sec": {"mean": 1.0, "std": 0.1, "std_kind": "population", "ci95": None}}
+    said = rules({**CALM, "summary": population, "repeats": []})["single-trial"]
+    assert "does not hold the figures of two" in said
+    assert "a single trial" in rules({**CALM, "repeat_count": 1, "summary": {}})["single-trial"]
+    equal = {"tokens_per_sec": {"ci95": [1000.0, 1000.0], "n": 3}}
+    assert unusual({**CALM, "summary": equal}) == {"no-spread"}
+    assert "certainty" not in rules({**CALM, "summary": equal})
+
+
+@pytest.mark.parametrize("file", ["conformance.json", "verify-one.json", "sweep/sweep.json", "trace.json"])
+def test_what_has_no_times_is_not_asked_whether_they_are_valid(file: str) -> None:
+    """A certificate needs no quiet machine."""
+    raw = json.loads((SAMPLES / "newer" / file).read_text())
+    assert "validity-unknown" not in rules({**raw, "performance_valid": None})
+
+
 def test_the_state_of_an_unsharded_model_is_named_where_memory_is_the_allocators() -> None:
     """16 bytes for each parameter under DDP with AdamW on CUDA; not where the optimizer is sharded."""
     cuda = {**CALM, "memory_kind": "cuda_allocated", "parameters": 2**20}
@@ -245,6 +345,26 @@ def test_sweep() -> None:
     said_of_it = rules(raw)
     assert said_of_it["cell-failed"] == "Cell nproc=1 batch_size=4 ended as timeout: it took longer than 5 s."
     assert "retry" in said_of_it
+    assert "fastest" not in said_of_it
+    raw["cells"][0].update(status="failed", failure_type="configuration")
+    assert {"retry", "correct"} & set(rules(raw)) == {"correct"}
+
+
+def test_the_fastest_cell_is_of_like_cells_only() -> None:
+    """Among models of several sizes the smallest would win; a cell that does not say whether it is valid is not called so."""
+    raw = json.loads((SAMPLES / "newer/sweep/sweep.json").read_text())
+    raw["cells"][0]["performance_valid"] = None
+    assert "cell (not known whether valid) is nproc=1" in rules(raw)["fastest"]
+    for number, cell in enumerate(raw["cells"]):
+        cell["figures"] = {**(cell["figures"] or {}), "parameters": 1000 + number}
+    assert "fastest" not in rules(raw)
+
+
+def test_where_nothing_fits_no_size_is_named() -> None:
+    """None is no size."""
+    raw = json.loads((SAMPLES / "newer/sweep/sweep.json").read_text())
+    fit = {"labels": {}, "axis": "batch_size", "largest": None, "first_that_does_not": 4, "failed": {}}
+    assert rules({**raw, "largest_that_fits": [fit]})["largest"] == "Of batch_size none fits; 4 does not."
 
 
 @pytest.mark.parametrize(
@@ -263,13 +383,32 @@ def test_comparison(change: dict[str, Any], rule: str, text: str) -> None:
     assert rules({**raw, **change})[rule] == text
 
 
-def test_what_a_comparison_without_a_verdict_needs() -> None:
-    """More trials are advised where nothing was seen, not where a difference was."""
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({"verdict": "faster"}, None),
+        ({"verdict": "no difference seen"}, "in turns: mtb compare --run"),
+        ({"verdict": "no difference seen", "method": "paired t test of log-ratios"}, "more --pairs"),
+        ({"verdict": "undetermined", "n": [1, 5]}, "--repeat 5"),
+        ({"verdict": "undetermined", "n": [0, 5]}, "another --metric"),
+        ({"verdict": "undetermined", "n": [3, 3]}, "copies"),
+    ],
+)
+def test_what_a_comparison_without_a_verdict_needs(change: dict[str, Any], advice: str | None) -> None:
+    """More trials where nothing was seen, not where a difference was; nothing that was done already."""
     raw = json.loads((SAMPLES / "newer/compare.json").read_text())
-    needed = {
-        v: "more-trials" in rules({**raw, "verdict": v}) for v in ("faster", "no difference seen", "undetermined")
-    }
-    assert needed == {"faster": False, "no difference seen": True, "undetermined": True}
+    found = rules({**raw, **change})
+    said = {name: found.get(name, "") for name in ("more-trials", "other-metric", "other-trials")}
+    assert sum(bool(text) for text in said.values()) == (advice is not None)
+    assert advice is None or any(advice in text for text in said.values())
+
+
+def test_a_comparison_that_is_not_valid_says_so_with_its_verdict() -> None:
+    """A verdict of disturbed times is not told as one of good times."""
+    raw = json.loads((SAMPLES / "newer/compare.json").read_text())
+    said = rules({**raw, "performance_valid": False, "performance_invalid_reasons": ["A: load 9"]})
+    assert "Verdict, of times that are not valid: faster." in said["ratio"]
+    assert "A: load 9" in said["not-valid"]
 
 
 def test_drill() -> None:

@@ -34,7 +34,7 @@ def section(rows: Sequence[Named]) -> Section | None:
                 _unless_invalid(a, b, cells.number(high, ".4f")),
                 _unless_invalid(a, b, cells.percent(None if seen is None else seen / 100)),
                 cells.text(f"{n[0]} and {n[1]}"),
-                cells.text(values.get("verdict")),
+                _verdict(a, b, values),
             ]
         )
         said += [f"{row.name}: {text}" for text in (*_texts(values, "warnings"), *_texts(values, "notes"))]
@@ -56,6 +56,13 @@ def _side(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _unless_invalid(a: Mapping[str, Any], b: Mapping[str, Any], cell: Cell) -> Cell:
     return cells.NOT_VALID if False in (a.get("performance_valid"), b.get("performance_valid")) else cell
+
+
+def _verdict(a: Mapping[str, Any], b: Mapping[str, Any], values: Mapping[str, Any]) -> Cell:
+    said = cells.text(values.get("verdict"))
+    if _unless_invalid(a, b, said) is cells.NOT_VALID:
+        return Cell(f"not valid: {said.text}", None, "warn")
+    return said
 
 
 def _texts(values: Mapping[str, Any], name: str) -> list[str]:
