@@ -28,8 +28,8 @@ from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
 from mtb_core.train.checkpointing import newest_published
-from mtb_core.train.planning import Planned, make_run_folder, plan_run
-from mtb_core.train.worker_main import Payload, base_fields, failure_fields, rank_main
+from mtb_core.train.planning import Planned, make_run_folder, nothing_left, plan_run
+from mtb_core.train.worker_main import Payload, base_fields, failure_fields, idle_result, rank_main
 
 
 def run(
@@ -61,22 +61,27 @@ def run(
         _check_formal()
     check_network(config)
     several_nodes = config.max_nodes > 1
-    folder = None if external or several_nodes else make_run_folder(planned)
+    nothing = nothing_left(planned)
+    alike = not (external or several_nodes)  # else ranks must agree on what this process sees
+    folder = make_run_folder(planned) if alike and nothing is None else None
     newest = None if config.checkpoint_dir is None else newest_published(Path(config.checkpoint_dir))
     payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, dict(plugins or {}), planned)
-    until, resume = planned.resolved.config.until_step, planned.resume
     here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
     # Of several external ranks one talks; the others only warn.
     with Display(quiet=quiet or not reports_here(), redirect=here) as display:
-        if config.resume is not None and resume is None:
+        if config.resume is not None and planned.resume is None:
             display.message(f"Nothing to resume from in {config.checkpoint_dir}: starting anew.")
-        if until is not None and resume is not None and resume.step >= until:
-            display.message(f"Nothing left to do: {resume.path} is at step {resume.step}, and --until-step is {until}.")
-        run_it = partial(_run_here, external=external) if here else _launch
-        result = run_it(payload, planned, display)
+        if nothing is not None:
+            display.message(f"{nothing[0].upper()}{nothing[1:]}.")
+        if nothing is not None and alike:
+            result = idle_result(planned, payload.argv, nothing)
+        else:
+            run_it = partial(_run_here, external=external) if here else _launch
+            result = run_it(payload, planned, display)
     if reports_here():
         result = _audited(result, payload.folder)
-    if config.output is not None and not (external and _external_rank() != 0):
+    measured_before = nothing is not None and config.output is not None and Path(config.output).is_file()
+    if config.output is not None and not measured_before and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
 

@@ -348,16 +348,49 @@ class DiesOnce:
 
 
 def test_a_requeue_after_the_end_keeps_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same command once more has nothing left to do, says so, and leaves the measured result alone."""
+    """The same command once more has nothing left to do, says so, and leaves what was measured alone."""
     values = settings(tmp_path, "single", until_step=3, save_every=2, resume="auto")
-    config = TrainConfig(**values, checkpoint_dir=str(tmp_path / "checkpoints"), run_dir=str(tmp_path / "run"))
-    run(config, quiet=True)
-    before = (tmp_path / "run" / "result.json").read_bytes()
+    kept = [tmp_path / "run" / "result.json", tmp_path / "out.json"]
+    places = {"run_dir": str(kept[0].parent), "output": str(kept[1])}
+    config = TrainConfig(**values, **places, checkpoint_dir=str(tmp_path / "checkpoints"))
+    first = run(config, quiet=True)
+    before = [path.read_bytes() for path in kept]
     again = run(config)
-    assert again.exit_reason == "done"
-    assert again.global_step == 3
+    assert (again.exit_code, again.steps, again.run_dir) == (0, 0, first.run_dir)
+    assert (again.global_step, again.samples_seen, again.tokens_seen) == (3, first.samples_seen, first.tokens_seen)
+    assert (again.execution_complete, again.performance_valid) == (True, False)
+    assert "step_00000003 is at step 3, and --until-step is 3" in again.performance_invalid_reasons[0]
     assert "Nothing left to do" in capsys.readouterr().err
-    assert (tmp_path / "run" / "result.json").read_bytes() == before
+    assert [path.read_bytes() for path in kept] == before
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_requeues_after_the_end_leave_no_folders(
+    launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is started and no run folder made; a --run-dir that was asked for and has no result gets one."""
+    monkeypatch.chdir(tmp_path)
+    values = settings(tmp_path, "single", until_step=3, save_every=3, resume="auto", checkpoint_dir="checkpoints")
+    run(TrainConfig(**values), quiet=True)
+    if not launched:  # this process is then a rank of torchrun's
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+            monkeypatch.setenv(name, value)
+    assert run(TrainConfig(**values), quiet=True).global_step == 3
+    assert len(list(Path("runs").iterdir())) == 1
+    run(TrainConfig(**values, run_dir="mine", output="out.json"), quiet=True)
+    for path in (Path("mine/result.json"), Path("out.json")):
+        stored = json.loads(path.read_text())
+        assert (stored["exit_reason"], stored["global_step"], stored["steps"]) == ("done", 3, 0)
+
+
+def test_a_requeue_makes_up_for_the_last_evaluation(tmp_path: Path) -> None:
+    """A run that was killed between its last checkpoint and its evaluation has that left to do, once."""
+    values = settings(tmp_path, "single", until_step=3, save_every=3, resume="auto")
+    config = TrainConfig(**values, checkpoint_dir=str(tmp_path / "checkpoints"), run_dir=str(tmp_path / "first"))
+    run(config, quiet=True)
+    config = attrs.evolve(config, run_dir=str(tmp_path / "run"), eval_data=config.data)
+    assert run(config, quiet=True).eval_loss is not None
+    assert run(config, quiet=True).eval_loss is None
 
 
 def test_a_new_run_does_not_mix_into_the_checkpoints_of_another(tmp_path: Path) -> None:

@@ -38,9 +38,14 @@ class ResumePoint:
     """
 
     path: Path
-    step: int
+    progress: Progress
     changes: Mapping[str, Any]
     sync_mode: SyncMode | None
+
+    @property
+    def step(self) -> int:
+        """Global step after which it was taken."""
+        return self.progress.global_step
 
 
 def find_checkpoint(config: TrainConfig) -> Opened | None:
@@ -88,7 +93,12 @@ def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> Res
                 "always trained with 'every'; leave the option out, and that is used."
             )
             raise ConfigError(msg)
-    return ResumePoint(path, opened.step, changes, imposed)
+    return ResumePoint(path, _progress(opened), changes, imposed)
+
+
+def _progress(checkpoint: Opened | Loaded) -> Progress:
+    train_state = checkpoint.sections.get("train_state") or checkpoint.values
+    return Progress(checkpoint.step, int(train_state["samples_seen"]), int(train_state.get("tokens_seen") or 0))
 
 
 @attrs.frozen
@@ -172,9 +182,8 @@ class RunCheckpoints:
         self.loaded = loaded
         self.deterministic, self.reason = loaded.deterministic, loaded.determinism_reason
         self._compare_rounding(loaded)
-        train_state = loaded.sections.get("train_state") or loaded.values
         self._saved_step = loaded.step
-        return Progress(loaded.step, int(train_state["samples_seen"]), int(train_state.get("tokens_seen") or 0))
+        return _progress(loaded)
 
     def vote(self) -> float:
         """This rank's word on the save in flight, for the agreement of the step."""

@@ -108,6 +108,20 @@ def _check_checkpoint_folder(folder: Path) -> None:
         )
 
 
+def nothing_left(planned: Planned) -> str | None:
+    """Why the run has nothing to do: its checkpoint is at ``--until-step``. None: it has something to do.
+
+    Its last evaluation is something, unless ``--run-dir`` holds a result already.
+    """
+    config, resume = planned.resolved.config, planned.resume
+    if config.until_step is None or resume is None or resume.step < config.until_step:
+        return None
+    told = config.run_dir is not None and (Path(config.run_dir) / "result.json").exists()
+    if planned.eval_dataset is not None and not told:
+        return None
+    return f"nothing left to do: {resume.path} is at step {resume.step}, and --until-step is {config.until_step}"
+
+
 def make_run_folder(planned: Planned) -> Path:
     """Make the run's folder and check that it can be written to. Called by one process only.
 

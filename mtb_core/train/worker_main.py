@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 
 from .checkpointing import Published, newest_published
-from .planning import Planned, make_run_folder, plan_run, write_config
+from .planning import Planned, make_run_folder, nothing_left, plan_run, write_config
 from .schedule import learning_rate
 from .trial import TrialInputs, TrialOutcome, run_trial
 
@@ -77,6 +77,10 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
         same_on_all(ctx, "the plugins they loaded", registry.plugins_in_use())
         same_on_all(ctx, "the configuration", _comparable(config))
         same_on_all(ctx, "the checkpoint to resume from", None if planned.resume is None else str(planned.resume.path))
+        # Ranks that were started again owe the result of what was done before.
+        nothing = None if worker.restarts else from_rank_zero(ctx, nothing_left(planned))
+        if nothing is not None:
+            return from_rank_zero(ctx, idle_result(planned, payload.argv, nothing).to_json() if ctx.rank == 0 else {})
         folder = _agreed_folder(payload, planned, ctx)
         if ctx.rank == 0 and not worker.restarts:
             write_config(folder, config)
@@ -102,7 +106,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
                 break
         uses = gather_uses(ctx, start)
         result = _result(inputs, outcome, rows, registry, payload, worker.restarts, uses)
-        if ctx.rank == 0 and not (_idle(result) and (folder / "result.json").exists()):
+        if ctx.rank == 0:
             result.write(folder / "result.json")
         return from_rank_zero(ctx, result.to_json() if ctx.rank == 0 else {})
 
@@ -128,9 +132,36 @@ def _plan_restart(payload: Payload, world: World) -> Planned:
     return attrs.evolve(planned, resolved=resolved)
 
 
-def _idle(result: Result) -> bool:
-    """Whether the run had nothing left to do; its result then must not replace that of the run that did it."""
-    return result.exit_reason == "done" and not result.steps + result.warmup_steps
+def idle_result(planned: Planned, argv: Sequence[str], nothing: str) -> Result:
+    """The result of a run with nothing to do, for the reason `nothing`. Called by one process.
+
+    No folder is made for it. It is written only to a ``--run-dir`` that was asked for and has no result yet: it never
+    replaces that of the run which did the work.
+    """
+    config, resume = planned.resolved.config, planned.resume
+    assert resume is not None
+    folder = None if config.run_dir is None else make_run_folder(planned)
+    result = Result(
+        **base_fields(planned.resolved, folder),
+        **attrs.asdict(resume.progress),
+        exit_reason="done",
+        runtime={
+            "resumed": False,
+            "latest_checkpoint": resume.path.name,
+            "checkpoint_dir": None if config.checkpoint_dir is None else redact(config.checkpoint_dir),
+            "restarts": 0,
+            "seed": config.seed,
+        },
+        environment=environment(),
+        plugins=[{"name": name, "version": version} for name, version in planned.registry.plugins_in_use()],
+        provenance=provenance(argv),
+        execution_complete=True,
+        performance_invalid_reasons=[redact(nothing)],
+    )
+    if folder is not None and not (folder / "result.json").exists():
+        write_config(folder, config)
+        result.write(folder / "result.json")
+    return result
 
 
 def _comparable(config: TrainConfig) -> dict[str, Any]:
