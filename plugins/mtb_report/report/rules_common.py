@@ -14,7 +14,10 @@ _ENDS = {
     "failed": "The run failed",
 }
 #: Kinds without times of their own, for which a machine would have to be quiet.
-_NOT_TIMED = ("conformance", "checkpoint_verification", "fault_tolerance", "sweep", "trace_analysis")
+_NOT_TIMED = (
+    "conformance", "checkpoint_verification", "fault_tolerance", "sweep", "trace_analysis", "tensor_parallel",
+    "tensor_parallel_mlp", "sequence_parallel",
+)  # fmt: skip
 
 
 def common(record: Record) -> Iterator[Finding]:
@@ -54,7 +57,7 @@ def _validity(record: Record) -> Iterator[Finding]:
             "make-valid",
             "Remove what made the measurement invalid, and run it again before comparing anything.",
         )
-    elif record.performance_valid is None and not record.performance_invalid_reasons:  # else nothing is timed
+    elif record.performance_valid is None:
         yield Finding(
             "unusual",
             "validity-unknown",
