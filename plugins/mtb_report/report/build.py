@@ -10,6 +10,7 @@ from mtb_report.results import Found, Record
 from .blocks import Cell, Column, Fact, Report, Section, Table
 from .cells import plural
 from .naming import Named, named
+from .scaling import work_of
 from .sections import (
     checks,
     communication,
@@ -98,12 +99,10 @@ def _facts(records: Sequence[Record]) -> list[Fact]:
         Fact(f"{invalid:,}", "not valid as measurements", "warn" if invalid else ""),
         Fact(f"{len(bad):,}", "did not succeed", "bad" if bad else ""),
     ]
-    best = max(
-        (r for r in records if r.kind == "training" and r.performance_valid is not False and r.get("tokens_per_sec")),
-        key=lambda record: record.get("tokens_per_sec"),
-        default=None,
-    )
-    if best is not None:
+    trained = [r for r in records if r.kind == "training" and r.status in (None, "success")]
+    fast = [r for r in trained if r.performance_valid is not False and r.get("tokens_per_sec")]
+    if fast and len({work_of(r) for r in fast}) == 1:  # of models of several sizes the smallest would be the fastest
+        best = max(fast, key=lambda record: record.get("tokens_per_sec"))
         facts.append(Fact(f"{best.get('tokens_per_sec'):,.0f}", f"most tokens/s: {best.label}"))
     return facts
 

@@ -24,6 +24,8 @@ from mtb_report.results import Record
 #: Scaling has rules of its own for the batch; the kind of a record is looked at before.
 _WORK = tuple(name for name in (*WORK_KEYS, *NUMERICS_KEYS) if name not in ("benchmark", "global_batch_size"))
 
+NO_DDP = "no DDP run"
+
 
 @attrs.frozen
 class Efficiency:
@@ -160,11 +162,11 @@ def against_ddp(record: Record, records: Sequence[Record]) -> AgainstDdp:
         and is_plain(r)
         and r.get("world_size") == record.get("world_size")
         and work_of(r) == work_of(record)
-        and r.get("global_batch_size") == record.get("global_batch_size")
+        and _known_and_equal(r, record, "global_batch_size")
     ]
     base = min(bases, key=lambda r: (_unfit(r), bool(_unlike_memory(record, r)), _far(record, r)), default=None)
     if base is None:
-        return AgainstDdp(None, reason="no DDP run")
+        return AgainstDdp(None, reason=NO_DDP)
     if not _succeeded(record):
         return AgainstDdp(None, reason=f"run: {record.status}")
     if not _succeeded(base):

@@ -144,6 +144,23 @@ def test_against_ddp() -> None:
         assert against_ddp(fsdp, [other, fsdp]).reason == "no DDP run"
 
 
+@pytest.mark.parametrize("options", [{"zero1": True}, {"comm_hook": "fp16"}])
+def test_only_plain_ddp_is_the_measure_of_sharding(options: dict[str, Any]) -> None:
+    """DDP that shards its optimizer state or compresses gradients saves something itself."""
+    other = run(2, 50.0, 8, path="a/{}", strategy_options=options, max_memory_mib=150.0)
+    plain = run(2, 50.0, 8, path="b/{}", strategy_options={"zero1": False, "comm_hook": "none"}, max_memory_mib=200.0)
+    fsdp = run(2, 60.0, 8, strategy="fsdp", max_memory_mib=100.0)
+    assert against_ddp(fsdp, [other, plain, fsdp]).memory_saving == 0.5
+    assert against_ddp(fsdp, [other, fsdp]).reason == "no DDP run"
+    assert against_ddp(other, [other, plain, fsdp]).memory_saving == 0.25
+
+
+def test_batches_that_are_not_known_are_not_alike() -> None:
+    """Two unknowns are not the same batch."""
+    base, fsdp = (run(2, 50.0, 8, strategy=name, global_batch_size=None) for name in ("ddp", "fsdp"))
+    assert against_ddp(fsdp, [base, fsdp]).base is None
+
+
 def test_unlike_memory_is_not_compared() -> None:
     """Resident set against the allocator's peak says nothing about memory; the time is still compared."""
     base = run(2, 50.0, 8, memory_kind="process_rss")

@@ -15,7 +15,7 @@ from mtb_report.report.blocks import Listing, Plot, Report, Section, Table
 from mtb_report.report.build import build
 from mtb_report.report.markdown import markdown
 from mtb_report.report.terminal import terminal
-from mtb_report.results import Found, find_records, record_of
+from mtb_report.results import Found, Record, find_records, record_of
 
 SAMPLES = Path(__file__).parent / "test_report_samples"
 SNAPSHOT = ("single-w1", "ddp-w2", "busy-w2", "nan-w2")
@@ -201,6 +201,52 @@ def test_savings_against_ddp() -> None:
     caption = "Sharding against DDP"
     assert column(made, "sharding", caption, "Memory saved") == ["40.0%", "-80.0%"]
     assert column(made, "sharding", caption, "DDP run") == ["ddp ×2", "ddp ×2"]
+
+
+def trained(**change: Any) -> Record:
+    """A run on two ranks, changed."""
+    raw = find_records([SAMPLES / "newer/ddp-w2"]).records[0].raw
+    return _record({**raw, **change})
+
+
+def test_a_run_without_a_base_is_listed_with_the_reason() -> None:
+    """Where one run has a DDP run to be set against, one that has none is not passed over."""
+    fsdp = trained(strategy="fsdp", strategy_options={})
+    zero1 = trained(strategy_options={"zero1": True})
+    made = build(Found([trained(), fsdp, zero1, trained(strategy="fsdp", world_size=3)], []), "x")
+    caption = "Sharding against DDP"
+    runs = [name.split(" ·")[0] for name in column(made, "sharding", caption, "Run")]
+    assert runs == ["fsdp ×2", "fsdp ×3", "ddp ×2"]
+    assert column(made, "sharding", caption, "Step time") == ["+0.0%", "no DDP run", "+0.0%"]
+    assert column(made, "sharding", caption, "DDP run")[1] == "no DDP run"
+    alone = build(Found([fsdp], []), "x")
+    assert "sharding" not in [s.name for s in alone.sections]
+
+
+def test_throughput_of_a_rank_needs_the_number_of_ranks() -> None:
+    """The whole throughput is not put in its place."""
+    made = build(Found([trained(world_size=None)], []), "x")
+    assert column(made, "training", "Throughput and scaling", "per rank") == ["unknown"]
+
+
+@pytest.mark.parametrize(("time", "said"), [(1.0, True), (1000.0, False)])
+def test_an_efficiency_above_one_is_explained(time: float, said: bool) -> None:
+    """A reader must not take it for a gift."""
+    rate = 8 * 16 / time * 1e3
+    records = [trained(world_size=1, step_time_ms=100.0, global_batch_size=8), trained(step_time_ms=time, tokens_per_sec=rate, global_batch_size=8)]  # fmt: skip
+    notes = table(build(Found(records, []), "x"), "training", "Throughput and scaling").notes
+    assert any("above 100%" in note for note in notes) is said
+
+
+def test_the_fastest_run_is_of_like_runs_only() -> None:
+    """The headline names no small model as the fastest, and no run that failed."""
+    slow, fast = trained(tokens_per_sec=10.0), trained(tokens_per_sec=20.0)
+    labels = [fact.label for fact in build(Found([slow, fast], []), "x").facts]
+    assert any("most tokens/s" in label for label in labels)
+    unlike = build(Found([slow, trained(tokens_per_sec=20.0, parameters=3)], []), "x").facts
+    assert not any("most tokens/s" in fact.label for fact in unlike)
+    facts = build(Found([slow, trained(tokens_per_sec=20.0, exit_reason="failed")], []), "x").facts
+    assert [fact.value for fact in facts if "most tokens/s" in fact.label] == ["10"]
 
 
 def test_differences_between_rows_are_warned_of() -> None:

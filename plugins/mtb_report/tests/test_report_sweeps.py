@@ -42,6 +42,13 @@ def test_cells_are_all_there() -> None:
     assert "888" not in text
 
 
+def test_figures_have_their_interval() -> None:
+    """Where a cell has several trials, its mean is known to ± something."""
+    made = report({"summary": {"tokens_per_sec": {"ci95": [990.0, 1010.0], "n": 3}}})
+    assert column(made, "Cells of weak", "Tokens/s")[0] == "1,000 ± 10"
+    assert column(made, "Cells of weak", "Step ms")[0] == "64.00"
+
+
 def test_outcomes_have_kind_reason_and_exit_code() -> None:
     """A cell that failed has all three; what was not run has none, which is not the same as unknown."""
     made = report({}, {"status": "failed", "failure_type": "NonFinite", "reason": "the loss is nan", "exit_code": 3})

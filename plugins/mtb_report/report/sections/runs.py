@@ -68,25 +68,26 @@ def sharding(rows: Sequence[Named]) -> Section | None:
     runs = of_training(rows)
     records = [row.record for row in runs]
     names = {id(row.record): row.name for row in runs}
+    found = [
+        (row, scaling.against_ddp(row.record, records))
+        for row in runs
+        if row.record.get("strategy") is not None and not scaling.is_plain(row.record)
+    ]
+    if all(against.reason == scaling.NO_DDP for _, against in found):
+        return None
     out = []
-    for row in runs:
-        if row.record.get("strategy") in ("ddp", "single", None):
-            continue
-        found = scaling.against_ddp(row.record, records)
-        if found.base is None and found.reason == "no DDP run":
-            continue
-        reason = Cell(found.reason or "unknown", None, "muted")
+    for row, against in found:
+        reason = Cell(against.reason or "unknown", None, "muted")
+        base = against.base
         out.append(
             [
                 cells.text(row.name),
                 cells.number(row.record.get("world_size"), "d"),
-                _figure(row.record, found.base, found.memory_saving, ".1%", reason),
-                _figure(row.record, found.base, found.step_difference, "+.1%", reason),
-                cells.text(names[id(found.base)] if found.base is not None else None),
+                _figure(row.record, base, against.memory_saving, ".1%", reason),
+                _figure(row.record, base, against.step_difference, "+.1%", reason),
+                reason if base is None else cells.text(names[id(base)]),
             ]
         )
-    if not out:
-        return None
     columns = [
         Column("Run"),
         Column("Ranks", numeric=True),
@@ -95,10 +96,14 @@ def sharding(rows: Sequence[Named]) -> Section | None:
         Column("DDP run"),
     ]
     notes = [
-        "Against the DDP run of the same work, batch, precision, device and number of ranks.",
+        "Against the DDP run of the same work, batch, precision, device and number of ranks, without ZeRO-1 or compression.",
         "Memory saved: 1 - M / M of DDP, where both mean the same by memory; negative is more memory.",
         "Step time: T / T of DDP - 1; positive is slower.",
     ]
+    if any(against.base is not None and row.record.get("memory_kind") == "process_rss" for row, against in found):
+        notes.append(
+            "Where memory is the resident set of the process, libraries are most of a small model's: its saving says little."
+        )
     return Section("sharding", "Memory saved against DDP", [Table("Sharding against DDP", columns, out, notes=notes)])
 
 

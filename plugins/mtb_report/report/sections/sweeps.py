@@ -52,9 +52,8 @@ def _figures(name: str, row: Named) -> Table:
     titles += [*(_ERRORS[key] for key in errors), "Steps compared"] if errors else []
     out = []
     for number, cell in enumerate(row.record.rows):
-        figures = cell.get("figures") or {}
         valid = cell.get("performance_valid")
-        shown = [cells.of(figures, key, form) for _, key, form in _FIGURES]
+        shown = [_with_interval(cell, key, form) for _, key, form in _FIGURES]
         line = [
             cells.text(_label(cell, number)),
             cells.status(cell.get("status") or "not run"),
@@ -65,7 +64,7 @@ def _figures(name: str, row: Named) -> Table:
         line += [_efficiency(cell)] if scaling else []
         line += [*(_error(cell, key) for key in errors), cells.of(cell, "error_steps", "d")] if errors else []
         out.append(line)
-    notes = []
+    notes = ["±: half the 95% interval of the mean over independent trials."]
     if scaling:
         notes.append(
             f"Efficiency, {scaling} scaling, {row.record.get('efficiency_definition') or 'by an unknown definition'}; relative to the fewest ranks."
@@ -79,6 +78,15 @@ def _figures(name: str, row: Named) -> Table:
         )
     text = {"Cell", "Status", "Valid"}
     return Table(f"Cells of {name}", [Column(t, numeric=t not in text) for t in titles], out, notes=notes)
+
+
+def _with_interval(cell: Mapping[str, Any], key: str, form: str) -> Cell:
+    """The figure, with half the 95% interval of its mean where the cell has several trials."""
+    shown = cells.of(cell.get("figures") or {}, key, form)
+    low, high = ((cell.get("summary") or {}).get(key) or {}).get("ci95") or (None, None)
+    if low is None or shown.sort is None:
+        return shown
+    return Cell(f"{shown.text} ± {format((high - low) / 2, form)}", shown.sort)
 
 
 def _efficiency(cell: Mapping[str, Any]) -> Cell:

@@ -19,6 +19,10 @@ EFFICIENCY = (
     "against that of strategy single. T is the time of a step, n the number of ranks."
 )
 _RATE = "Tokens/s: valid tokens of the global batch; ± is half the 95% confidence interval over independent trials."
+_ABOVE = (
+    "An efficiency above 100%: a rank does less for each token than the run on one rank does (sharding spreads the work of "
+    "the optimizer over ranks), or that run was slowed down by something else, noise included."
+)
 _TIMES = "Times are means over the measured steps of the maximum over ranks; memory is the maximum over ranks."
 INVALID = "-: the run is not a valid measurement; its figures are in its file, and the reasons under Comparability."
 
@@ -64,12 +68,11 @@ def _throughput(runs: Sequence[Named], records: Sequence[Record]) -> Table:
         Column("Outcome"),
         Column("Valid"),
     ]
-    return Table(
-        "Throughput and scaling",
-        columns,
-        [_throughput_row(row, records) for row in runs],
-        notes=(EFFICIENCY, _RATE, _TIMES, *([INVALID] if any(r.performance_valid is False for r in records) else [])),
-    )
+    notes = [EFFICIENCY, _RATE, _TIMES]
+    shares = [scaling.efficiency(r, records).value or 0.0 for r in records if r.performance_valid is not False]
+    notes += [_ABOVE] if max(shares, default=0.0) > 1 else []
+    notes += [INVALID] if any(r.performance_valid is False for r in records) else []
+    return Table("Throughput and scaling", columns, [_throughput_row(row, records) for row in runs], notes=notes)
 
 
 def _throughput_row(row: Named, records: Sequence[Record]) -> list[Cell]:
@@ -79,7 +82,9 @@ def _throughput_row(row: Named, records: Sequence[Record]) -> list[Cell]:
         cells.text(row.name),
         cells.number(ranks, "d"),
         cells.measured(record, lambda: with_interval(record, "tokens_per_sec", ",.0f")),
-        cells.measured(record, lambda: cells.of(record.values, "tokens_per_sec", ",.0f", 1 / ranks if ranks else 1)),
+        cells.measured(
+            record, lambda: cells.of(record.values, "tokens_per_sec", ",.0f", 1 / ranks) if ranks else cells.UNKNOWN
+        ),
         cells.measured(record, lambda: with_interval(record, "step_time_ms", ",.2f")),
         cells.measured(record, lambda: efficiency_cell(record, records)),
         cells.measured(record, lambda: cells.of(record.values, "max_memory_mib", ",.0f")),
