@@ -48,8 +48,14 @@ def pair_documents(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[P
 
 
 def other_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Conditions of a whole document that differ, in words: ``"backend gloo here, nccl there"``."""
-    return [f"{name} {ours[name]} here, {theirs[name]} there" for name in _CONDITIONS if ours[name] != theirs[name]]
+    """Conditions of a whole document that differ, in words: ``"backend gloo here, nccl there"``.
+
+    That the others' times are not valid is one, for it is said nowhere else beside the pairs.
+    """
+    found = [f"{name} {ours[name]} here, {theirs[name]} there" for name in _CONDITIONS if ours[name] != theirs[name]]
+    if theirs["performance_valid"] is False:
+        found.append(f"times there are not valid: {'; '.join(theirs['performance_invalid_reasons'])}")
+    return found
 
 
 def comparison(pairs: Sequence[Pair], theirs: str, conditions: Sequence[str]) -> dict[str, Any]:

@@ -137,15 +137,22 @@ def test_other_splits_are_other_points():
 
 
 def test_other_conditions_are_named(capsys):
-    """Where the documents are of another backend or number of groups, the table and the JSON say so."""
-    mine = {"results": [ours("all_reduce", 1024, 1.0)], "groups": 1, "backend": "gloo", "device": "cpu"}
-    theirs = {**mine, "groups": 2, "backend": "nccl"}
+    """Of another backend or number of groups, or with times that are not valid: the table and the JSON say so."""
+    mine = {
+        "results": [ours("all_reduce", 1024, 1.0)], "groups": 1, "backend": "gloo", "device": "cpu",
+        "performance_valid": True, "performance_invalid_reasons": [],
+    }  # fmt: skip
+    theirs = {
+        **mine, "groups": 2, "backend": "nccl", "performance_valid": False, "performance_invalid_reasons": ["busy", "hot"],
+    }  # fmt: skip
     assert other_conditions(mine, mine) == []
     conditions = other_conditions(mine, theirs)
-    assert conditions == ["groups 1 here, 2 there", "backend gloo here, nccl there"]
+    assert conditions == [
+        "groups 1 here, 2 there", "backend gloo here, nccl there", "times there are not valid: busy; hot",
+    ]  # fmt: skip
     pairs = pair_documents(mine, theirs)
     print_pairs(pairs, "x.json", conditions)
-    assert capsys.readouterr().out.count("not the same conditions") == 2
+    assert capsys.readouterr().out.count("not the same conditions") == 3
     found = comparison(pairs, "x.json", conditions)
     assert (found["with"], found["other_conditions"]) == ("x.json", conditions)
     assert found["points"][0]["ratio"] == 1.0
