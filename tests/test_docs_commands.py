@@ -47,11 +47,24 @@ def pages_with(word: str) -> list[object]:
 @pytest.mark.parametrize("page", pages_with("mtb"))
 def test_mtb_commands_run(page: Path, tmp_path: Path) -> None:
     """Every `mtb` command of the page succeeds, in order, in an empty folder."""
+    run_commands(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_first_pages_can_be_followed_again(tmp_path: Path) -> None:
+    """The commands of README and guide work one page after the other in one folder, and all of them once more."""
+    for page in [ROOT / "README.md", ROOT / "docs" / "guide.md"] * 2:
+        run_commands(page, tmp_path)
+
+
+def run_commands(page: Path, folder: Path) -> None:
+    """Run the `mtb` commands of a page in `folder`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for command, run in commands(page.read_text(encoding="utf-8")):
         if run and command.split()[0] == "mtb":
             done = subprocess.run(
-                ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+                ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 

@@ -18,10 +18,14 @@ _PRESET = {"model": "gpt", "data": "synthetic", "steps": 50, "batch_size": 8, "s
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def init(file: Path, force: bool) -> None:
     """Write a commented starter configuration to FILE (mtb.toml)."""
+    text = starter_toml(_PRESET)
     try:
         with file.open("w" if force else "x", encoding="utf-8") as stream:
-            stream.write(starter_toml(_PRESET))
+            stream.write(text)
     except FileExistsError:
+        if file.is_file() and file.read_bytes() == text.encode():
+            click.echo(f"{file} is there already, unchanged. Train with: mtb train --config {file}")
+            return
         msg = f"{file} exists already; choose another name, or --force to overwrite it."
         raise ConfigError(msg) from None
     except OSError as error:

@@ -32,6 +32,16 @@ def test_every_commented_default_is_valid(tmp_path):
     assert load_config(file=file) == before
 
 
+def test_again_changes_nothing(tmp_path, capsys):
+    """The command may be repeated as long as its file was not edited."""
+    file = tmp_path / "x.toml"
+    assert main(["init", str(file)]) == 0
+    before = file.read_bytes()
+    assert main(["init", str(file)]) == 0
+    assert "unchanged" in capsys.readouterr().out
+    assert file.read_bytes() == before
+
+
 def test_does_not_overwrite(tmp_path, capsys):
     """An existing file is kept, unless --force."""
     file = tmp_path / "x.toml"
