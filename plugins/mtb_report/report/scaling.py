@@ -7,7 +7,7 @@ Definitions, with T the time of a step and n the number of ranks:
 
 A run is related to another only if both did the same work (`work_of`), both succeeded, and neither is known to be an
 invalid measurement. Where several would do, the closest one is taken: the same folder first, then the same number of
-steps.
+steps, then as many sequences at a time.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ def _unfit(other: Record) -> tuple[bool, ...]:
 
 
 def _far(record: Record, other: Record) -> tuple[bool, ...]:
-    return batch_folder(other) != batch_folder(record), other.get("steps") != record.get("steps")
+    names = ("steps", "batch_size_per_rank")
+    return batch_folder(other) != batch_folder(record), *(_said(other, n) != _said(record, n) for n in names)
 
 
 def _batch_of_a_rank(record: Record) -> float | None:

@@ -93,6 +93,7 @@ def test_what_the_numbers_mean() -> None:
     [
         ({"summary": {}, "repeats": []}, {"single-trial"}),
         ({"summary": {"tokens_per_sec": {"ci95": [900.0, 1100.0], "n": 3}}}, {"wide-interval"}),
+        ({"summary": {**CALM["summary"], "max_memory_mib": {"min": 100.0, "max": 106.0}}}, {"memory-spread"}),
         ({"data_time_ms": 3.0, "forward_backward_ms": 78.0}, {"data-wait"}),
         ({"optimizer_step_ms": 35.0, "forward_backward_ms": 63.0}, {"optimizer-share"}),
         ({"forward_backward_ms": 70.0}, {"gap"}),

@@ -119,12 +119,14 @@ def test_an_invalid_base_gives_no_efficiency() -> None:
 
 
 def test_the_closest_run_is_the_base() -> None:
-    """The same set of runs comes before an earlier one of another folder; then the same number of steps."""
+    """The same set of runs comes before an earlier one of another folder; then the same number of steps, then the batch."""
     other, here = run(1, 50.0, 8, path="a/{}"), run(1, 100.0, 8, path="b/{}")
     two = run(2, 60.0, 8, path="b/{}")
     assert efficiency(two, [other, here, two]).base is here
     few, many = run(1, 50.0, 8, steps=5), run(1, 100.0, 8, path="set/second-{}", steps=20)
     assert efficiency(run(2, 60.0, 8, steps=20), [few, many]).base is many
+    wide, alike = run(1, 50.0, 8, batch_size_per_rank=8), run(1, 100.0, 8, batch_size_per_rank=4)
+    assert efficiency(run(2, 60.0, 8, batch_size_per_rank=4), [wide, alike]).base is alike
 
 
 def test_unknown_stays_unknown() -> None:

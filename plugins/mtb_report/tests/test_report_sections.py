@@ -259,6 +259,22 @@ def test_differences_between_rows_are_warned_of() -> None:
     assert "made from a working tree with changes" in said
 
 
+def test_a_switch_that_differs_is_named_in_words() -> None:
+    """Yes and no, not 1 and 0."""
+    made = build(Found([trained(activation_checkpointing=on) for on in (True, False)], []), "x")
+    assert "recomputation: yes (1); no (1)" in markdown(made)
+
+
+def test_planned_trials_are_no_trials() -> None:
+    """What was to be repeated, and was not, knows no noise; a spread without its trials is shown as what it is."""
+    once = trained(repeat_count=3, summary={}, repeats=[{"tokens_per_sec": 1.0}])
+    assert "The noise of 1 training run is not known" in markdown(build(Found([once], []), "x"))
+    spread = {"tokens_per_sec": {"mean": 5.0, "std": 1.0, "n": None, "ci95": None, "std_kind": "population"}}
+    made = build(Found([trained(summary=spread, repeats=[])], []), "x")
+    assert column(made, "trials", "Spread over trials", "Std") == ["1 (pop.)"]
+    assert column(made, "trials", "Spread over trials", "CI low") == ["unknown"]
+
+
 def test_one_set_of_like_rows_is_not_warned_of() -> None:
     """Runs that agree in all that counts give no warning of differences."""
     made = report("newer/ddp-w2", "newer/nan-w2")

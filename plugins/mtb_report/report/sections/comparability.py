@@ -9,6 +9,7 @@ from mtb_report.report import scaling
 from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table, Text
 from mtb_report.report.cells import plural
 from mtb_report.report.naming import Named
+from mtb_report.report.trainings import interval
 from mtb_report.results import Record
 
 _DOES_NOT_APPLY = object()
@@ -73,11 +74,17 @@ def _of(rows: Sequence[Named], aspects: Sequence[tuple[str, Callable[[Record], A
             value = of(row.record)
             if value is _DOES_NOT_APPLY:
                 continue
-            shown = "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+            shown = _shown(value)
             counts[shown] = counts.get(shown, 0) + 1
         if len(counts) > 1:
             out.append(f"{what} differ in {name}: {'; '.join(f'{v} ({n})' for v, n in counts.items())}")
     return out
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _gaps(rows: Sequence[Named]) -> list[str]:
@@ -91,9 +98,12 @@ def _gaps(rows: Sequence[Named]) -> list[str]:
     incomplete = sum(row.record.provenance.get("complete") is not True for row in rows)
     if incomplete:
         out.append(f"{plural(incomplete, 'result')} of {len(rows)} lack part of their provenance")
-    once = [row for row in rows if row.record.kind == "training" and (row.record.get("repeat_count") or 1) < 2]
+    timed = [row.record for row in rows if row.record.kind == "training" and row.record.get("tokens_per_sec")]
+    once = sum(interval(record, "tokens_per_sec") is None for record in timed)
     if once:
-        out.append(f"{plural(len(once), 'training run')} had a single trial, so the noise is not known")
+        out.append(
+            f"The noise of {plural(once, 'training run')} is not known: there is one trial, or not the figures of several"
+        )
     return out
 
 

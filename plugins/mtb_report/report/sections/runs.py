@@ -25,8 +25,8 @@ def trials(rows: Sequence[Named]) -> Section | None:
     for row in of_training(rows):
         for figure, title, form in _FIGURES:
             spread = row.record.summary.get(figure)
-            if spread is None or (spread.get("n") or 0) < 2:
-                continue
+            if spread is None or (spread.get("n") is not None and spread["n"] < 2):
+                continue  # a spread of trials that are not in the file has a number of trials that is not known
             population |= spread.get("std_kind") == "population"
             out.append(_spread_row(row, title, form, spread))
     if not out:
