@@ -149,7 +149,7 @@ def _report(
 ) -> int:
     from mtb_core import dumps  # noqa: PLC0415
 
-    from .document import change_of, judge, make_document, show  # noqa: PLC0415
+    from .document import blind, change_of, judge, make_document, show  # noqa: PLC0415
 
     document = make_document(
         sides,
@@ -169,6 +169,8 @@ def _report(
             "change_percent": None if change is None else change * 100,
             "passed": complaint is None,
         }
+        note = blind(document, *gate)
+        document["notes"] += [] if note is None else [note]
     if given["as_json"]:
         click.echo(dumps(document, indent=2))
     elif not given["quiet"]:

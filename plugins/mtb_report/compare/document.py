@@ -18,6 +18,8 @@ from .verdict import UNDETERMINED, compare_trials
 
 SCHEMA_VERSION = 1
 
+#: Percent from which on a change that would be seen is no figure to show: no two things are compared for it.
+_BLIND = 1000.0
 _NOT_FINITE = ("loss_nonfinite", "loss_first_nonfinite")
 
 _GROUPS = {
@@ -95,7 +97,7 @@ def _pairs(sides: tuple[Sequence[Record], Sequence[Record]], metric: str) -> tup
     both = [(a.get(metric), b.get(metric)) for a, b in zip(*rows, strict=True)]
     whole = [pair for pair in both if None not in pair]
     left = len(both) - len(whole)
-    note = f"{left} of {len(both)} pairs are left out: a half of them has no {metric}" if left else None
+    note = f"left out: {left} of {len(both)} pairs, of which a half has no {metric}" if left else None
     return [[pair[side] for pair in whole] for side in (0, 1)], note
 
 
@@ -106,7 +108,7 @@ def _unpaired(sides: tuple[Sequence[Record], Sequence[Record]], metric: str) -> 
         [row[metric] for record in records for row in _rows(record) if row.get(metric) is not None] for records in sides
     ]
     left = len(rows) - sum(map(len, trials))
-    return trials, f"{left} of {len(rows)} trials are left out: they have no {metric}" if left else None
+    return trials, f"left out: {left} of {len(rows)} trials, which have no {metric}" if left else None
 
 
 def _rows(record: Record) -> Sequence[Mapping[str, Any]]:
@@ -189,6 +191,17 @@ def judge(document: Mapping[str, Any], what: str, least: float) -> str | None:
     return None
 
 
+def blind(document: Mapping[str, Any], what: str, least: float) -> str | None:
+    """What must be known of a gate that lets this pass: a change that it is to find would most likely not be seen."""
+    seen = document["seen_from_percent"]
+    if seen is None or seen <= least * 100 or document["verdict"] == what:
+        return None
+    return (
+        f"a change of {least:.1%} would be seen less than four times out of five, so that the gate passes says little; take "
+        "more trials"
+    )
+
+
 def show(document: Mapping[str, Any]) -> None:
     """The document for people, on stdout; what takes the worth from the verdict stands before it."""
     out = console()
@@ -208,20 +221,27 @@ def show(document: Mapping[str, Any]) -> None:
         line = f"B's speed is {document['ratio']:.4f} times A's"
         if document["ratio_interval"] is not None:
             low, high = document["ratio_interval"]
-            line += f", {document['confidence']:.0%} interval {low:.4f} to {high:.4f}"
+            line += f", {document['confidence']:.0%} interval {_ratio(low)} to {_ratio(high)}"
         out.print(line + f" ({document['method']})")
     out.print(f"Verdict{', of times that are not valid' if invalid else ''}: [bold]{document['verdict']}[/bold]")
     if document["seen_from_percent"] is not None:
-        out.print(
-            f"With this spread and so many trials, a change of {document['seen_from_percent']:.2g}% would be seen "
-            "four times out of five."
-        )
+        out.print(f"With this spread and so many trials, {_seen(document['seen_from_percent'])}.")
     for text in document["notes"]:
         out.print(f"Note: {text}.", markup=False)
     if document["differences"]:
         out.print(_differences_table([Difference(**d) for d in document["differences"]]))
     else:
         out.print("A and B are alike in everything that is recorded.")
+
+
+def _ratio(bound: float) -> str:
+    return f"{bound:.4f}" if 0.001 < bound < 1000 else f"{bound:.1e}"
+
+
+def _seen(percent: float) -> str:
+    if percent >= _BLIND:
+        return "hardly any change would be seen: take more trials"
+    return f"a change of {percent:.{0 if percent >= 10 else 1}f}% would be seen four times out of five"
 
 
 def _differences_table(rows: Sequence[Difference]) -> Table:

@@ -43,7 +43,7 @@ class Comparison:
         method: the test, in words.
         seen_from: the smallest change, as a fraction, that this number of trials with this spread would show in 80%
             of such comparisons; None where it cannot be known.
-        note: why it is undetermined; None where it is not.
+        note: why it is undetermined, or what must be known to read it.
     """
 
     ratio: float | None
@@ -96,7 +96,9 @@ def compare_trials(
     low, high = effect - half, effect + half
     verdict = FASTER if low > 0 else SLOWER if high < 0 else NO_DIFFERENCE
     seen_from = _exp(half + quantile(POWER, degrees) * error) - 1
-    return Comparison(_exp(effect), _exp(low), _exp(high), verdict, n, confidence, method, seen_from)
+    equal = [name for name, side in (("A", a), ("B", b)) if not paired and len(set(side)) == 1]
+    note = f"all trials of {equal[0]} are equal, which is not how measurements look" if equal else None
+    return Comparison(_exp(effect), _exp(low), _exp(high), verdict, n, confidence, method, seen_from, note)
 
 
 def _exp(x: float) -> float:

@@ -228,7 +228,7 @@ def test_a_pair_without_a_figure_is_left_out_as_a_whole(tmp_path: Path) -> None:
     )
     assert (got["a"]["trials"], got["b"]["trials"]) == ([20.0, 30.0], [22.0, 33.0])
     assert got["ratio"] == pytest.approx(1 / 1.1)
-    assert "2 of 4 pairs are left out" in got["notes"][-1]
+    assert "left out: 2 of 4 pairs" in got["notes"][-1]
 
 
 def _without(time: float | None) -> dict[str, Any]:
@@ -307,6 +307,28 @@ def test_the_change_that_a_gate_looks_at(tmp_path: Path, what: str, percent: flo
     assert forward["change_percent"] == pytest.approx(percent)
     other = "faster" if what == "slower" else "slower"
     assert document(b, a, "--fail-if", f"{other}:50%")["gate"]["change_percent"] == pytest.approx(percent)
+
+
+def test_a_gate_that_would_see_nothing_says_so(tmp_path: Path) -> None:
+    """Passing means little where a change as large as the gate's would most likely not be seen."""
+    a, noisy = result(tmp_path / "a.json", [10.0, 10.01, 9.99]), result(tmp_path / "b.json", [10.5, 20.0, 7.0])
+    assert any("says little" in note for note in document(a, noisy, "--fail-if", "slower:3%")["notes"])
+    assert not any("says little" in note for note in document(a, a, "--fail-if", "slower:3%")["notes"])
+    assert not any("says little" in note for note in document(a, noisy)["notes"])
+
+
+def test_intervals_that_say_nothing_are_not_dressed_up(tmp_path: Path) -> None:
+    """No row of zeros, and no percentage of ten digits."""
+    a, b = result(tmp_path / "a.json", [10.0, 10.1]), result(tmp_path / "b.json", [10.0, 1e5])
+    said = invoke(a, b).stdout
+    assert "0.0000" not in said
+    assert "hardly any change would be seen" in said
+
+
+def test_a_side_without_spread_is_named(tmp_path: Path) -> None:
+    """Its trials may be copies; the other's spread still gives an interval."""
+    a, b = result(tmp_path / "a.json", [10.0] * 3), result(tmp_path / "b.json", [10.0, 10.1, 9.9])
+    assert "all trials of A are equal" in document(a, b)["notes"][0]
 
 
 def test_gate_needs_a_verdict(tmp_path: Path) -> None:

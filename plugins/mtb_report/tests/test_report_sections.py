@@ -265,6 +265,13 @@ def test_a_switch_that_differs_is_named_in_words() -> None:
     assert "recomputation: yes (1); no (1)" in markdown(made)
 
 
+def test_the_speed_of_a_broken_training_is_warned_of() -> None:
+    """Its row stays among the others, and its throughput is not to be set beside theirs."""
+    said = "The loss of 1 training run was not finite"
+    assert said in markdown(report("newer/nan-w2"))
+    assert said not in markdown(report("newer/ddp-w2"))
+
+
 def test_planned_trials_are_no_trials() -> None:
     """What was to be repeated, and was not, knows no noise; a spread without its trials is shown as what it is."""
     once = trained(repeat_count=3, summary={}, repeats=[{"tokens_per_sec": 1.0}])

@@ -98,6 +98,11 @@ def _gaps(rows: Sequence[Named]) -> list[str]:
     incomplete = sum(row.record.provenance.get("complete") is not True for row in rows)
     if incomplete:
         out.append(f"{plural(incomplete, 'result')} of {len(rows)} lack part of their provenance")
+    broken = sum(bool(row.record.get("loss_nonfinite") or row.record.get("loss_first_nonfinite")) for row in rows)
+    if broken:
+        out.append(
+            f"The loss of {plural(broken, 'training run')} was not finite: the speed of a broken training tells nothing"
+        )
     timed = [row.record for row in rows if row.record.kind == "training" and row.record.get("tokens_per_sec")]
     once = sum(interval(record, "tokens_per_sec") is None for record in timed)
     if once:
