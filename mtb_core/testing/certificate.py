@@ -12,7 +12,7 @@ import attrs
 
 from mtb_core.measure.environment import environment, provenance
 
-from .checking import Outcome, all_checks, cases, digest
+from .checking import Outcome, all_checks, cases, digest, likely_cause
 from .lab import Lab
 
 SCHEMA_VERSION = 1
@@ -46,6 +46,7 @@ class Certificate:
 
     def as_json(self) -> dict[str, Any]:
         """The document; its keys are in ``docs/reference/json.md``."""
+        cause = likely_cause(self.outcomes)
         provider = self.lab.registry.provider("strategies", self.lab.info.name)
         return {
             "schema_version": SCHEMA_VERSION,
@@ -66,6 +67,7 @@ class Certificate:
             "passed": self.count("passed"),
             "failed": self.count("failed"),
             "skipped": self.count("skipped"),
+            "likely_cause": None if cause is None else cause.case.name,
             "complete": self.complete,
             "conformant": self.conformant,
             "environment": environment(),
@@ -91,7 +93,13 @@ class Certificate:
         ]
         verdict = "CONFORMANT" if self.conformant else "NOT CONFORMANT" if document["failed"] else "INCOMPLETE"
         note = "" if self.complete else " (a selection of the checks was run; a certificate needs them all)"
-        return "\n".join([*lines, f"  verdict   {verdict}{note}"])
+        return "\n".join([*lines, f"  verdict   {verdict}{note}", *self._cause()])
+
+    def _cause(self) -> list[str]:
+        cause = likely_cause(self.outcomes)
+        if cause is None or self.count("failed") == 1:
+            return []
+        return [f"  begin at  {cause.case.name}; the other failures may follow from it: {cause.case.check.mistake}"]
 
     def _skipped(self) -> list[tuple[str, str]]:
         found: dict[tuple[str, str], list[str]] = {}

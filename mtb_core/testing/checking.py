@@ -20,6 +20,20 @@ from .states import Mismatch
 
 #: Groups of checks, in the order in which they run.
 _GROUPS = ("discovery", "parity", "sync", "models", "checkpoints", "failures", "processes")
+#: Groups and checks that others rest on, the most basic first: a wrong gradient makes wrong losses, weights and
+#: checkpoints, and a run that does not come to its end fails them all. Of the rest the kit's own order holds.
+_BASICS = (
+    "discovery",
+    "parity.data",
+    "parity.initial_weights",
+    "sync.restored",
+    "parity.gradients_cleared",
+    "parity.token_weighting",
+    "parity.gradients",
+    "parity.grad_norm",
+    "parity.clipping",
+    "sync",
+)
 #: Modules whose import fills the list of checks.
 _MODULES = (*_GROUPS, "precision", "resuming", "holdings")
 #: The page that explains every check, relative to the documentation's root.
@@ -178,6 +192,17 @@ def run_case(lab: Lab, case: Case) -> Outcome:
             case, "failed", expected="a plan for what was declared", seen=str(error), seconds=time.monotonic() - started
         )
     return Outcome(case, "passed", figures=figures or {}, seconds=time.monotonic() - started)
+
+
+def likely_cause(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The failure to look at first: the most basic check that failed, at the fewest ranks. None: nothing failed."""
+
+    def place(outcome: Outcome) -> tuple[int, int, int]:
+        name = outcome.case.check.name
+        basic = next((i for i, b in enumerate(_BASICS) if b in (name, name.partition(".")[0])), len(_BASICS))
+        return basic, all_checks().index(outcome.case.check), outcome.case.ranks
+
+    return min((o for o in outcomes if o.status == "failed"), key=place, default=None)
 
 
 def run_cases(lab: Lab, chosen: Sequence[Case]) -> Iterator[Outcome]:
