@@ -15,8 +15,8 @@ import torch
 
 from mtb_core import Job, MicroBatch, Prepared, TrainConfig, hookimpl
 from mtb_core.model.gpt import gpt_spec
+from mtb_core.testing.live import LiveBytes
 
-from .live import LiveBytes
 from .whole import TINY, train
 
 SIZE: dict[str, Any] = {"d_model": 36, "n_layers": 6, "vocab_size": 65}

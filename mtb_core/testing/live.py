@@ -1,7 +1,10 @@
 """For tests: how many bytes of tensors are alive."""
 
+# ruff: noqa: SLF001  (torch has no public weak references to storages)
+
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +20,8 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, int] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: dict[int, Any] = {}
         self.peak = 0
 
     def __torch_dispatch__(
@@ -26,12 +29,21 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         """Run `func`, and look at what it gave."""
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors((args, kwargs, result)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = storage._weak_ref()
+        self._follow((args, kwargs, result))
         self.peak = max(self.peak, self.now())
         return result
+
+    def adopt(self) -> int:
+        """Begin with all tensors that Python can reach; returns the bytes that are alive then, which are the peak so far.
+
+        Of distributed tensors the local part counts.
+        """
+        for found in gc.get_objects():
+            # Not isinstance, which has torch warn of some of its own objects.
+            if issubclass(type(found), torch.Tensor) and found.layout == torch.strided:
+                self._follow(found)
+        self.peak = self.now()
+        return self.peak
 
     def now(self) -> int:
         """Bytes alive."""
@@ -43,6 +55,12 @@ class LiveBytes(TorchDispatchMode):
             else:
                 total += torch.UntypedStorage._new_with_weak_ptr(weak).nbytes()
         return total
+
+    def _follow(self, values: Any) -> None:
+        for tensor in _tensors(values):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = storage._weak_ref()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
