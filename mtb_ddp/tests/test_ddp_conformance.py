@@ -9,6 +9,13 @@ from mtb_core.testing import Capabilities, StrategyConformance
 
 class TestDDP(StrategyConformance):
     strategy = "ddp"
+    capabilities = Capabilities(world_sizes=(1, 2))
+
+
+@pytest.mark.slow
+class TestThreeRanks(StrategyConformance):
+    strategy = "ddp"
+    capabilities = Capabilities(world_sizes=(2, 3))
 
 
 @pytest.mark.slow

@@ -10,8 +10,16 @@ SHARDED = Capabilities(sharded=True)
 
 
 class TestFSDP(StrategyConformance):
+    """What only three ranks show (shards of unlike sizes) is among the fast tests of parity and of resuming."""
+
     strategy = "fsdp"
-    capabilities = SHARDED
+    capabilities = Capabilities(sharded=True, world_sizes=(1, 2))
+
+
+@pytest.mark.slow
+class TestThreeRanks(StrategyConformance):
+    strategy = "fsdp"
+    capabilities = Capabilities(sharded=True, world_sizes=(2, 3))
 
 
 @pytest.mark.slow
