@@ -412,7 +412,6 @@ def test_a_failed_write_loses_no_figures(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads(done.stdout)["verdict"] == "no difference seen"
 
 
-@pytest.mark.timeout(240)
 def test_two_configurations_are_measured_in_turns(tmp_path: Path) -> None:
     """--run trains A and B in turns, pairs them, keeps every trial, and exits with 0."""
     tiny = "steps = 2\nwarmup_steps = 0\nd_model = 8\nn_heads = 1\nn_layers = 1\nseq_length = 8\nbatch_size = 2\n"
