@@ -22,6 +22,8 @@ def outcomes(*failed, sizes=(1, 2)):
         (["parity.losses", "parity.gradients@2", "checkpoints.exact_resume"], "parity.gradients@2"),
         (["parity.losses", "parity.initial_weights@2", "parity.gradients"], "parity.initial_weights@2"),
         (["discovery.hooks", "parity.data", "failures.stop"], "discovery.hooks@2"),
+        (["parity.gradients", "parity.reduce_dtype", "sync.restored"], "parity.reduce_dtype@2"),
+        (["parity.losses", "parity.gradients", "parity.gradients_cleared", "sync.gradients"], "parity.gradients@1"),
         (["checkpoints.keys", "checkpoints.exact_resume", "processes.memory"], "checkpoints.keys@1"),
         (["failures.stop@2"], "failures.stop@2"),
     ],
