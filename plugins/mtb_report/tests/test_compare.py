@@ -254,12 +254,15 @@ def test_invalid_performance_is_said_before_the_verdict(tmp_path: Path, side: st
     assert f"Not valid: {side}: load 9" in str(done.exception)
 
 
-@pytest.mark.parametrize(("b", "expected"), [(True, True), (None, None), (False, False)])
-def test_validity_of_a_comparison(tmp_path: Path, b: bool | None, expected: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("a", "b", "expected"), [(True, True, True), (True, None, None), (True, False, False), (None, False, False)]
+)
+def test_validity_of_a_comparison(tmp_path: Path, a: bool | None, b: bool | None, expected: bool | None) -> None:
     """It is that of its worse side; what is not known is not said to be valid."""
-    files = result(tmp_path / "a.json", [10.0, 10.1]), result(tmp_path / "b.json", [10.0, 10.2], performance_valid=b)
-    assert document(*files)["performance_valid"] is expected
-    assert ("not valid" in invoke(*files).stdout) is (b is False)
+    first = result(tmp_path / "a.json", [10.0, 10.1], performance_valid=a)
+    second = result(tmp_path / "b.json", [10.0, 10.2], performance_valid=b)
+    assert document(first, second)["performance_valid"] is expected
+    assert ("not valid" in invoke(first, second).stdout) is (b is False)
 
 
 def test_a_broken_training_is_warned_of(tmp_path: Path) -> None:

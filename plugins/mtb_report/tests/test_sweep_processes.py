@@ -60,7 +60,7 @@ def test_a_cell_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
         "steps = 2\n", ""
     )
     (tmp_path / "s.toml").write_text(text)
-    done = mtb(tmp_path, "sweep", "s.toml", "--run-dir", "out", "--json", "--timeout-s", "8")
+    done = mtb(tmp_path, "sweep", "s.toml", "--run-dir", "out", "--json", "--timeout-s", "4")
     assert done.returncode == 3, done.stderr
     (cell,) = json.loads(done.stdout)["cells"]
     assert (cell["status"], cell["failure_type"]) == ("timeout", "timeout")
