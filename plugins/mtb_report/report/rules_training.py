@@ -9,15 +9,13 @@ from mtb_report.results import Record
 
 from .findings import Finding, known, text_of
 from .scaling import is_plain, setting
-from .trainings import interval
+from .trainings import interval, memory_spread
 
 #: What is normal, by experience with data-parallel training: waiting for data below 2% of the step.
 DATA_SHARE = 0.02
 OPTIMIZER_SHARE = 0.3
 GAP_SHARE = 0.05
 WIDE_INTERVAL = 0.05
-#: The same training takes the same memory each time.
-MEMORY_SPREAD = 0.05
 FEW_STEPS = 10
 NORM_PEAK = 10.0
 FAR_FROM_LN = 0.5
@@ -182,13 +180,12 @@ def _memory(record: Record) -> Iterator[Finding]:
         state = parameters * ADAMW_BYTES / 2**20
         text += f" Weights, gradients and AdamW's moments in fp32 are {state:,.0f} MiB of it; the rest is activations and buffers."
     yield Finding("meaning", "memory", text)
-    spread = record.summary.get("max_memory_mib") or {}
-    least, most = spread.get("min"), spread.get("max")
-    if least and most and most > (1 + MEMORY_SPREAD) * least:
+    spread = memory_spread(record)
+    if spread is not None:
         yield Finding(
             "unusual",
             "memory-spread",
-            f"The peak differs between trials, {least:,.0f} to {most:,.0f} MiB, and the figure is their mean: a trial may "
+            f"The peak differs between trials, {spread[0]:,.0f} to {spread[1]:,.0f} MiB, and the figure is their mean: a trial may "
             "have held what an earlier one left, so no memory is saved or lost by such a difference.",
         )
 

@@ -272,6 +272,13 @@ def test_the_speed_of_a_broken_training_is_warned_of() -> None:
     assert said not in markdown(report("newer/ddp-w2"))
 
 
+@pytest.mark.parametrize(("most", "said"), [(105.0, False), (106.0, True)])
+def test_memory_that_differs_between_trials_is_warned_of(most: float, said: bool) -> None:
+    """What is saved of a mean of such peaks means little."""
+    run = trained(summary={"max_memory_mib": {"min": 100.0, "max": most, "mean": 103.0, "n": 3}})
+    assert ("differs by more than 5% between trials" in markdown(build(Found([run], []), "x"))) is said
+
+
 def test_planned_trials_are_no_trials() -> None:
     """What was to be repeated, and was not, knows no noise; a spread without its trials is shown as what it is."""
     once = trained(repeat_count=3, summary={}, repeats=[{"tokens_per_sec": 1.0}])

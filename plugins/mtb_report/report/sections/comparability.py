@@ -9,7 +9,7 @@ from mtb_report.report import scaling
 from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table, Text
 from mtb_report.report.cells import plural
 from mtb_report.report.naming import Named
-from mtb_report.report.trainings import interval
+from mtb_report.report.trainings import MEMORY_SPREAD, interval, memory_spread
 from mtb_report.results import Record
 
 _DOES_NOT_APPLY = object()
@@ -102,6 +102,12 @@ def _gaps(rows: Sequence[Named]) -> list[str]:
     if broken:
         out.append(
             f"The loss of {plural(broken, 'training run')} was not finite: the speed of a broken training tells nothing"
+        )
+    uneven = sum(memory_spread(row.record) is not None for row in rows if row.record.kind == "training")
+    if uneven:
+        out.append(
+            f"The peak memory of {plural(uneven, 'training run')} differs by more than {MEMORY_SPREAD:.0%} between trials: its "
+            "mean, and what is saved of it, mean little"
         )
     timed = [row.record for row in rows if row.record.kind == "training" and row.record.get("tokens_per_sec")]
     once = sum(interval(record, "tokens_per_sec") is None for record in timed)
