@@ -26,8 +26,11 @@ from mtb_core.api.errors import (
 EXIT_BROKEN_PIPE = 141  # as a shell reports a reader that went away
 
 
-class _Stopped(BaseException):
-    """SIGTERM or SIGUSR1 came where nobody else listens: before ranks are started, say, while torch is imported."""
+class _Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1 came where nobody else listens: before ranks are started, say, while torch is imported.
+
+    Who catches whatever plugins and models raise lets Ctrl-C pass, and so this.
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(_usage_text(error), EXIT_USAGE, arguments)
     except MtbError as error:
         return _refuse(str(error), error.exit_code, arguments)
-    except (KeyboardInterrupt, click.Abort):
-        return _refuse("interrupted.", EXIT_INTERRUPTED, arguments)
     except _Stopped as stopped:
         return _refuse_stopped(str(stopped), arguments)
+    except (KeyboardInterrupt, click.Abort):
+        return _refuse("interrupted.", EXIT_INTERRUPTED, arguments)
     except BrokenPipeError:
         _drop_stdout()
         return EXIT_BROKEN_PIPE

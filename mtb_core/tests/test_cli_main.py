@@ -92,6 +92,13 @@ def test_a_stop_while_torch_is_imported(number, environment, code, tmp_path):
     assert process.returncode == code
 
 
+def test_a_stop_while_a_plugin_is_imported(install, capsys):
+    """It is not taken for the plugin's own failure."""
+    install("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
+    assert main(["plugins", "list"]) == 4
+    assert capsys.readouterr().err == "mtb: stopped by SIGTERM.\n"
+
+
 def test_handlers_come_back(command):
     """A stop signal ends a command with code 4, and its caller has the former handlers again."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)]
