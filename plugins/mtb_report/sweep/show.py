@@ -73,7 +73,7 @@ def _figures(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
         text = _number(row.get(name), ".1%" if name == "efficiency" else ".2e")
         if row.get(f"{name.removesuffix('_error')}_nonfinite_steps"):
             text = "not finite"
-        cells.append(_NOT_VALID if name == "efficiency" and text and not valid else text)
+        cells.append(_NOT_VALID if name == "efficiency" and not valid else text)
     return cells
 
 

@@ -36,7 +36,7 @@ def test_cells_are_all_there() -> None:
     assert column(made, "Cells of weak", "Tokens/s") == ["1,000", "-", "unknown", "unknown"]
     assert column(made, "Cells of weak", "Efficiency") == ["100.0%", "-", "unknown", "unknown"]
     text = markdown(made)
-    assert "4 cells: 2 success, 1 oom, 1 not run." in text
+    assert "weak: Weak scaling on two cores. 4 cells: 2 success, 1 oom, 1 not run." in text
     assert "tokens a second and rank over those on one rank" in text
     assert "the largest that fits is 4; 64 does not" in text
     assert "888" not in text

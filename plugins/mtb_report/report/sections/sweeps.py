@@ -27,7 +27,8 @@ def section(rows: Sequence[Named]) -> Section | None:
     blocks: list[Block] = []
     for row in found:
         name = str(row.record.get("name") or row.name)
-        blocks.append(Text(f"{name}: {row.record.get('about') or 'a sweep'} {_counts(row)}"))
+        about = row.record.get("about")
+        blocks.append(Text(f"{name}: {f'{about} ' if about else ''}{_counts(row)}"))
         blocks += [_figures(name, row), *_largest(name, row), _outcomes(name, row)]
     return Section("sweeps", "Sweeps", blocks)
 
