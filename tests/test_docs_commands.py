@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import click
 import pytest
+
+from mtb_core.cli.root import root
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -44,7 +49,17 @@ def pages_with(word: str) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("page", pages_with("mtb"))
+#: Pages on a subject of their own, whose commands take tens of seconds: they are slow tests.
+LONG = {f"docs/{name}.md" for name in ("communication", "moe", "profile", "tensor-parallel")}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(*found.values, id=found.id, marks=pytest.mark.slow if found.id in LONG else ())
+        for found in pages_with("mtb")
+    ],
+)
 def test_mtb_commands_run(page: Path, tmp_path: Path) -> None:
     """Every `mtb` command of the page succeeds, in order, in an empty folder."""
     run_commands(page, tmp_path)
@@ -67,6 +82,34 @@ def run_commands(page: Path, folder: Path) -> None:
                 ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", pages_with("mtb"))
+def test_mtb_commands_are_understood(page: Path) -> None:
+    """Every `mtb` command of the page, also one that is not run, names commands and options that there are.
+
+    The files that it names need not be there.
+    """
+    for command, _ in commands(page.read_text(encoding="utf-8")):
+        words = shlex.split(command, comments=True)
+        if words[0] == "mtb":
+            end = next((index for index, word in enumerate(words) if set(word) & set("|<>;&$")), len(words))
+            try:
+                with suppress(click.exceptions.Exit):  # of an option that is answered at once
+                    understand(root, "mtb", words[1:end])
+            except click.UsageError as error:
+                if "does not exist" not in error.format_message():
+                    pytest.fail(f"{command}\n{error.format_message()}")
+
+
+def understand(command: click.Command, name: str, words: list[str]) -> None:
+    """Parse `words` as `command` does, down to the last subcommand, and run nothing."""
+    with command.make_context(name, [*words]) as context:
+        rest = [*context._protected_args, *context.args]
+        if isinstance(command, click.Group) and rest:
+            name, child, rest = command.resolve_command(context, rest)
+            assert child is not None
+            understand(child, str(name), rest)
 
 
 @pytest.mark.parametrize("page", pages_with("make"))
