@@ -62,6 +62,7 @@ def test_the_plugin_of_the_page(site: Path) -> None:
         assert (site / "both" / f"backward_{rank}.txt").read_text() == str(steps * micro_batches)
 
 
+@pytest.mark.slow
 def test_the_plugin_of_the_page_conforms(site: Path) -> None:
     """The kit has nothing to say against it; here of parity, the sync context and models, on two ranks."""
     chosen = [word for group in ("parity", "sync", "models", "discovery") for word in ("--only", group)]
