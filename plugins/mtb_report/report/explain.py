@@ -33,7 +33,12 @@ _KINDS: dict[str, Callable[[Record], Iterator[Finding]]] = {
 
 
 def explained(record: Record) -> Explanation:
-    """What the rules say of `record`; of a kind without rules of its own, what holds for all results."""
+    """What the rules say of `record`; of a kind without rules of its own, what holds for all results.
+
+    Of a measurement that is not valid nothing is said that rests on its times, rates or memory, as a table shows ``-``.
+    """
     rule = _KINDS.get(record.kind)
     own = list(rule(record)) if rule else []
+    if record.performance_valid is False:
+        own = [finding for finding in own if not finding.performance]
     return Explanation(f"{label_of(record)}: {record.kind.replace('_', ' ')}", (*own, *common(record)))

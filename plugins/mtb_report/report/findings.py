@@ -17,11 +17,13 @@ class Finding:
 
     Attributes:
         rule: the name of the rule it follows from, for tests and for the documentation.
+        performance: it rests on times, rates or memory, and is not made of a result whose measurement is not valid.
     """
 
     part: Part
     rule: str
     text: str
+    performance: bool = False
 
 
 @attrs.frozen

@@ -50,13 +50,15 @@ def _validity(record: Record) -> Iterator[Finding]:
         yield Finding(
             "unusual",
             "not-valid",
-            f"Its times are no valid measurement: {reasons}. Read them as a sign that it works, not of how fast it is.",
+            f"It is no valid measurement of performance: {reasons}. Its times, rates and memory are not told here for that; "
+            "they stand in the file, as a sign that it works, not of how fast it is.",
         )
-        yield Finding(
-            "next",
-            "make-valid",
-            "Remove what made the measurement invalid, and run it again before comparing anything.",
-        )
+        if record.kind != "profile":  # which never is valid: the profiler itself slows it
+            yield Finding(
+                "next",
+                "make-valid",
+                "Remove what made the measurement invalid, and run it again before comparing anything.",
+            )
     elif record.performance_valid is None:
         yield Finding(
             "unusual",

@@ -54,12 +54,14 @@ def _bandwidth(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding
         "meaning",
         "best-busbw",
         f"{name}: at most {best['busbw_gb_per_sec']:.3g} GB/s busbw, at {size_text(best['size_bytes'])}.",
+        performance=True,
     )
     if len(rows) > 1 and rows[-1]["busbw_gb_per_sec"] > rows[-2]["busbw_gb_per_sec"] * (1 + STILL_RISING):
         yield Finding(
             "next",
             "larger-sizes",
             f"{name}: bandwidth still rises at {size_text(rows[-1]['size_bytes'])}; measure larger messages (-e).",
+            performance=True,
         )
     times = [row["time_ms"] for row in rows if isinstance(row.get("time_ms"), Mapping)]
     ratios = [t["p95"] / t["p50"] for t in times if t.get("p95") and t.get("p50")]
@@ -106,6 +108,7 @@ def moe(record: Record) -> Iterator[Finding]:
                 "meaning",
                 "moe-communication",
                 f"Communication, waiting included, takes {share:.0%} of forward and backward.",
+                performance=True,
             )
 
 
@@ -121,9 +124,8 @@ def memory_pressure(record: Record) -> Iterator[Finding]:
         )
         yield Finding("next", "shard", f"{_room_for(record)}.")
     elif peak:
-        yield Finding(
-            "meaning", "fits", f"The {tier or 'unknown'} tier{size} fits: the fullest rank peaked at {peak:,.0f} MiB."
-        )
+        told = "" if record.performance_valid is False else f": the fullest rank peaked at {peak:,.0f} MiB"
+        yield Finding("meaning", "fits", f"The {tier or 'unknown'} tier{size} fits{told}.")
 
 
 def _room_for(record: Record) -> str:

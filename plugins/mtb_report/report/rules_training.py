@@ -64,6 +64,7 @@ def _speed(record: Record) -> Iterator[Finding]:
         "meaning",
         "speed",
         f"An optimizer step{batch} takes {time:,.2f} ms on the slowest rank, so the job handles {rate:,.0f} tokens a second{per_rank}.",
+        performance=True,
     )
 
 
@@ -99,20 +100,28 @@ def _certainty(record: Record) -> Iterator[Finding]:
             "unusual",
             "no-spread",
             f"All {count} trials have the same figure, which is not how measurements look: the noise is not known.",
+            performance=True,
         )
         return
     yield Finding(
         "meaning",
         "certainty",
         f"Over {count} independent trials the mean throughput is known to ±{share:.1%} (95% confidence); a smaller difference to another run means nothing.",
+        performance=True,
     )
     if share > WIDE_INTERVAL:
         yield Finding(
             "unusual",
             "wide-interval",
             f"That interval is wide: ±{share:.1%}; trials of a quiet machine agree within {WIDE_INTERVAL:.0%}.",
+            performance=True,
         )
-        yield Finding("next", "more-trials", "Take more trials or more steps, and look for other work on the machine.")
+        yield Finding(
+            "next",
+            "more-trials",
+            "Take more trials or more steps, and look for other work on the machine.",
+            performance=True,
+        )
 
 
 def _keeps_checkpoints(record: Record) -> bool:
@@ -133,12 +142,14 @@ def _parts(record: Record) -> Iterator[Finding]:
         "meaning",
         "parts",
         f"Of the step, {passes / whole:.0%} is forward and backward with the synchronisation of gradients, {optimizer / whole:.0%} the optimizer, {data / whole:.1%} waiting for data.",
+        performance=True,
     )
     if data / whole > DATA_SHARE:
         yield Finding(
             "unusual",
             "data-wait",
             f"Waiting for data takes {data / whole:.1%} of the step; below {DATA_SHARE:.0%} is normal.",
+            performance=True,
         )
         advice = "Run the same with --data synthetic: if it is faster, the data path is what to repair first."
         if setting(record, "data") == "synthetic":
@@ -146,23 +157,26 @@ def _parts(record: Record) -> Iterator[Finding]:
                 "The data is synthetic already, so no file is slow: see whether other work takes the cores, and whether "
                 "the step is so short that making a batch shows (a larger model, or profile it)."
             )
-        yield Finding("next", "data-path", advice)
+        yield Finding("next", "data-path", advice, performance=True)
     if optimizer / whole > OPTIMIZER_SHARE:
         yield Finding(
             "unusual",
             "optimizer-share",
             f"The optimizer takes {optimizer / whole:.0%} of the step, which is much: the batch is small for this model.",
+            performance=True,
         )
         yield Finding(
             "next",
             "larger-batch",
             "Try a larger --batch-size or more --grad-accum-steps: the optimizer's time is paid once a step.",
+            performance=True,
         )
     if gap / whole > GAP_SHARE:
         yield Finding(
             "unusual",
             "gap",
             f"{gap / whole:.1%} of the step is in none of its parts: each part is the slowest rank's, so ranks are slow in different parts.",
+            performance=True,
         )
 
 
@@ -179,7 +193,7 @@ def _memory(record: Record) -> Iterator[Finding]:
     if parameters and is_plain(record) and kind == "cuda_allocated" and setting(record, "optimizer") in (None, "adamw"):
         state = parameters * ADAMW_BYTES / 2**20
         text += f" Weights, gradients and AdamW's moments in fp32 are {state:,.0f} MiB of it; the rest is activations and buffers."
-    yield Finding("meaning", "memory", text)
+    yield Finding("meaning", "memory", text, performance=True)
     spread = memory_spread(record)
     if spread is not None:
         yield Finding(
@@ -187,6 +201,7 @@ def _memory(record: Record) -> Iterator[Finding]:
             "memory-spread",
             f"The peak differs between trials, {spread[0]:,.0f} to {spread[1]:,.0f} MiB, and the figure is their mean: a trial may "
             "have held what an earlier one left, so no memory is saved or lost by such a difference.",
+            performance=True,
         )
 
 
@@ -215,10 +230,14 @@ def _mfu(record: Record) -> Iterator[Finding]:
         "meaning",
         "mfu",
         f"The model's own arithmetic used {share:.1%} of the devices' peak (MFU{f', {convention} convention' if convention else ''}).",
+        performance=True,
     )
     if share > 1:
         yield Finding(
-            "unusual", "mfu-above-one", f"An MFU of {share:.0%} cannot be: the peak or the count of FLOPs is wrong."
+            "unusual",
+            "mfu-above-one",
+            f"An MFU of {share:.0%} cannot be: the peak or the count of FLOPs is wrong.",
+            performance=True,
         )
 
 

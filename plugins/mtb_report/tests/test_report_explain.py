@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,54 @@ def test_what_to_measure_next(change: dict[str, Any], rule: str) -> None:
     """Each next step follows from what is there or missing."""
     found = explained(record_of({**CALM, **change}, path=Path("/x/result.json"), digest=""))
     assert rule in {finding.rule for finding in found.part("next")}
+
+
+OF_SPEED = {
+    "speed", "certainty", "parts", "memory", "mfu", "best-busbw", "larger-sizes", "data-wait", "wide-interval",
+    "optimizer-share", "gap", "memory-spread", "moe-communication",
+}  # fmt: skip
+
+
+def test_figures_of_a_measurement_that_is_not_valid_are_not_told() -> None:
+    """What rests on times, rates or memory is left out, as tables show "-"; what was trained and the losses are said."""
+    slow = {**CALM, "mfu": 0.4, "data_time_ms": 9.0, "optimizer_step_ms": 60.0, "forward_backward_ms": 2.0}
+    assert len(OF_SPEED & set(rules(slow))) >= 8
+    said = rules({**slow, "performance_valid": False, "performance_invalid_reasons": ["load 9"]})
+    assert not OF_SPEED & set(said)
+    assert {"what-ran", "loss", "not-valid"} <= set(said)
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(
+        path.relative_to(SAMPLES).as_posix()
+        for path in (SAMPLES / "newer").rglob("*.json")
+        if path.stem not in ("sweep", "compare")  # these say of their parts whether they are valid
+    ),
+)
+def test_no_figure_of_any_kind_is_told_where_it_is_not_valid(file: str) -> None:
+    """Whatever the kind, no sentence has a bandwidth, a time or an amount of memory; the file's own words apart."""
+    raw = json.loads((SAMPLES / file).read_text())
+    found = explained(record_of({**raw, "performance_valid": False}, path=Path("/x/result.json"), digest=""))
+    told = " ".join(finding.text for finding in found.findings if finding.rule not in ("verdict", "evidence"))
+    assert not re.search(r"\d (GB/s|ms|MiB|tokens a second)", told), told
+
+
+def test_a_profile_is_not_to_be_made_valid() -> None:
+    """It never is, by what it does: nothing is there to remove."""
+    said = rules({**CALM, "benchmark": "profile", "performance_valid": False})
+    assert "not-valid" in said
+    assert "make-valid" not in said
+
+
+def test_a_tier_that_fits_is_said_to_fit_though_its_memory_is_not_told() -> None:
+    """That it fits does not depend on how busy the machine was."""
+    raw = {
+        "schema_version": 1, "benchmark": "memory_pressure", "status": "success", "tier": "small",
+        "max_memory_mib": 512.0, "performance_valid": True,
+    }  # fmt: skip
+    assert rules(raw)["fits"] == "The small tier fits: the fullest rank peaked at 512 MiB."
+    assert rules({**raw, "performance_valid": False})["fits"] == "The small tier fits."
 
 
 def test_a_run_without_a_measured_step() -> None:
