@@ -11,7 +11,7 @@ import collections
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -98,11 +98,14 @@ class ZeroParts:
         """The flat tensors have changed: bring the model's parameters into agreement, on all ranks together."""
         raise NotImplementedError
 
-    def _in_fp32(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What of `parts` is to be scaled in place; low precision is widened, once, into one tensor."""
+    def _averaged(self, group: int) -> list[torch.Tensor]:
+        """The engine's gradients of a group, to be scaled in place; low precision is widened, once, into one tensor."""
+        parts = self._zero.averaged_gradients[group]
         if all(part.dtype == torch.float32 for part in parts):
             return list(parts)
-        return [torch.cat([part.detach().reshape(-1).float() for part in parts])]
+        widened = [torch.cat([part.detach().reshape(-1).float() for part in parts])]
+        self._zero.averaged_gradients[group] = widened
+        return widened
 
 
 class PartsOfStage12(ZeroParts):
@@ -142,10 +145,7 @@ class PartsOfStage12(ZeroParts):
             if whole is not None:
                 out.append(whole)
                 continue
-            tensors = self._in_fp32(parts)
-            if tensors[0] is not parts[0]:
-                zero.averaged_gradients[group] = tensors
-            out += tensors
+            out += self._averaged(group)
         return out
 
     def clear(self) -> None:
@@ -208,11 +208,7 @@ class PartsOfStage3(ZeroParts):
         if zero.offload_optimizer:
             return [flat.grad for flat in zero.fp32_partitioned_groups_flat]
         for group in range(len(zero.fp16_groups)):
-            parts = zero.averaged_gradients[group]
-            tensors = self._in_fp32(parts)
-            if tensors[0] is not parts[0]:
-                zero.averaged_gradients[group] = tensors
-            out += tensors
+            out += self._averaged(group)
         return out
 
     def clear(self) -> None:
