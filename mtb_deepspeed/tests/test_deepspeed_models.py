@@ -187,7 +187,7 @@ def test_the_first_cause_is_shown(stage: int, tmp_path: Path) -> None:
     assert result.failure["text"].startswith("Rank 1 failed: ValueError: boom-r1")
 
 
-@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize("nproc", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_stdout_holds_one_document(nproc: str, tmp_path: Path) -> None:
     """With --json nothing of what DeepSpeed prints reaches stdout; in one process or several, trials and all."""
     arguments = ["--zero-stage", "3", "--nproc", nproc, "--steps", "2", "--warmup-steps", "1", "--repeat", "2"]

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from mtb_core import ConfigError, TrainConfig, World, load_reference, parse_options
+from mtb_core.cli import main
 from mtb_deepspeed.options import DeepSpeedOptions, complete, settled
 from mtb_deepspeed.plugin import mtb_commands, mtb_doctor_checks, mtb_strategies, plan
 
@@ -223,11 +224,9 @@ def test_the_commands_help() -> None:
         (["--reduce-bucket-size", "many"], "whole number"),
     ],
 )
-def test_the_command_refuses(arguments: list[str], text: str) -> None:
+def test_the_command_refuses(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Wrong options end with code 2 before anything starts."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mtb_core", "deepspeed", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert text in done.stderr
-    assert not done.stdout
+    assert main(["deepspeed", *arguments]) == 2
+    said = capsys.readouterr()
+    assert text in said.err
+    assert not said.out

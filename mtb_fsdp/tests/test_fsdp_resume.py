@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
         pytest.param("fsdp-1", marks=pytest.mark.slow),
         pytest.param("fsdp-2", marks=pytest.mark.slow),
         "fsdp-3-accumulate",
-        "fsdp-3-last",
+        pytest.param("fsdp-3-last", marks=pytest.mark.slow),
         pytest.param("fsdp-2-bf16", marks=pytest.mark.slow),
         pytest.param("fsdp-2-sgd", marks=pytest.mark.slow),
         pytest.param("fsdp-2-offload", marks=pytest.mark.slow),

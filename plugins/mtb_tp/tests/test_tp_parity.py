@@ -37,7 +37,6 @@ FAST = [
     ("2x2-sequence-vocabulary", "sgd"),
     ("2x2-fsdp-sequence-vocabulary", "adamw"),
     ("2x1-vocabulary-tied", "adamw"),
-    ("2x1-sequence-checkpointing", "adamw"),
 ]
 
 _references: dict[str, Seen] = {}
