@@ -242,6 +242,7 @@ def test_killed_rank_ends_all(tmp_path, victim):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "mtb_core"]
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     """One document, from rank 0, of torchrun's ranks."""
     output = tmp_path / "x.json"

@@ -241,7 +241,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("number", "code", "reason"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 4, "stopped")])
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [pytest.param("SIGINT", 130, "interrupted", marks=pytest.mark.slow), ("SIGTERM", 4, "stopped")],
+)
 def test_finished_rows_stay_when_asked_to_stop(number: str, code: int, reason: str):
     """All ranks stop together in the middle of a point; the document has the points that were done."""
     options = ["--nproc", "2", "--capacity-factors", "1,2", "--skews", "0", "--json"]
