@@ -24,6 +24,10 @@ def _all_printable(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(printable, texts))
 
 
+def _sortable(key: float | str | None) -> float | str | None:
+    return printable(key) if isinstance(key, str) else key
+
+
 @attrs.frozen
 class Cell:
     """A cell of a table.
@@ -36,7 +40,7 @@ class Cell:
     """
 
     text: str = attrs.field(converter=printable)
-    sort: float | str | None = None
+    sort: float | str | None = attrs.field(default=None, converter=_sortable)
     tone: Tone = ""
     code: bool = False
 

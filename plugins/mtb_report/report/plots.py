@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ _BARS_WIDTH, _BAR = 9.0, 0.26
 _FAR = 1e100
 #: Points that are closer than this share of the axes have one label.
 _TOO_CLOSE = 0.05
+#: Characters of a label inside a drawing.
+_LONGEST = 64
 _MARKERS = "osD^vPX*"
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: searchable, in the page's font, small
@@ -111,6 +114,12 @@ def _with_gaps(series: Series, plot: Plot) -> Series:
     )
 
 
+def _short(label: str) -> str:
+    """Both ends of a label that would leave no room for the drawing; the page's tables have it whole."""
+    half = _LONGEST // 2
+    return label if len(label) <= _LONGEST else f"{label[:half]}…{label[1 - half :]}"
+
+
 def _size(plot: Plot) -> tuple[float, float]:
     return (_WIDTH, _HEIGHT) if plot.kind != "bars" else (_BARS_WIDTH, 0.8 + _BAR * len(plot.labels))
 
@@ -147,7 +156,9 @@ def _label_points(axes: Axes, plot: Plot) -> None:
             if math.isnan(x + y) or any(math.dist(place, other) < _TOO_CLOSE for other in labelled):
                 continue
             labelled.append(place)
-            written = axes.annotate(label, (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8, color=_MUTED)
+            written = axes.annotate(
+                _short(label), (x, y), xytext=(6, 5), textcoords="offset points", fontsize=8, color=_MUTED
+            )
             written.set_gid(f"series_{index}_{number}")
 
 
@@ -166,7 +177,7 @@ def _bars(axes: Axes, plot: Plot) -> None:
         for number, patch in enumerate(drawn.patches):
             patch.set_gid(f"series_{index}_{number}")
         starts = [start + width for start, width in zip(starts, series.y, strict=True)]
-    axes.set_yticks(places, labels=plot.labels)
+    axes.set_yticks(places, labels=[_short(label) for label in plot.labels])
     axes.set_ylim(len(plot.labels) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
     axes.xaxis.set_major_formatter(_with_commas())
@@ -236,7 +247,9 @@ def size_text(size: float) -> str:
 
 def _rendered(figure: Figure) -> str:
     out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # the page's fonts draw the text
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return out.getvalue()
 
 

@@ -123,6 +123,24 @@ def test_everything_is_escaped() -> None:
         assert unescape(drawing).count(EVIL) == {"lines": 3, "points": 4, "bars": 3}[plot.kind]
 
 
+def test_no_control_character_is_in_the_page() -> None:
+    """Not in attributes either: one of them turns the writing round for what follows."""
+    bad = "a\x00b\x1b[31m\u202ec"
+    table = Table(bad, [Column(bad)], [[Cell(bad, bad)]])
+    plot = Plot(bad, bad, "bars", "x", "", [Series(bad, (), [1.0])], labels=[bad])
+    text = html(Report(bad, [], [Section("s", "s", [table, plot])]))
+    assert not set(text) & set("\x00\x1b\u202e")
+
+
+def test_a_long_name_leaves_room_for_the_drawing(recwarn: pytest.WarningsRecorder) -> None:
+    """Both ends of it are written; a character that the drawing's own font lacks is no matter of the user's."""
+    bars = svg(Plot("t", "", "bars", "x", "", [Series("a", (), [1.0, 1.0])], labels=["b" * 5000 + "e", "\ufdfa"]), "p")
+    assert f"{'b' * 32}…{'b' * 30}e<" in bars
+    points = svg(Plot("t", "", "points", "x", "y", [Series("a", [1.0], [1.0], labels=["b" * 5000])]), "p")
+    assert "b" * 33 not in points
+    assert not recwarn.list
+
+
 def test_series_of_a_plot_can_be_found() -> None:
     """All artists of a series carry its number, error bars and labels too, and colours are the page's."""
     series = [Series("a", [1, 2], [3, 4], [2.5, 3.5], [3.5, 4.5]), Series("b", [1, 2], [5, 6])]
