@@ -18,6 +18,9 @@ from mtb_core import ConfigError
 
 from .older import convert_older
 
+#: What ``schema_version`` of a document can be read; in another one a key may mean something else.
+SCHEMA_VERSION = 1
+
 #: Figures of a training that a trial has of its own, in the order in which tables show them.
 FIGURES = (
     "tokens_per_sec",
@@ -34,9 +37,6 @@ FIGURES = (
     "grad_norm",
     "grad_norm_max",
 )
-#: Figures that mean nothing where ``performance_valid`` is false; tables show ``-`` in their place.
-PERFORMANCE = (*FIGURES[:6], "mfu", "algbw_gb_per_sec", "busbw_gb_per_sec", "time_ms")
-
 #: Outcomes of anything that was run.
 STATUSES = ("success", "partial", "oom", "timeout", "failed", "failed_parse")
 
@@ -128,6 +128,11 @@ def read_record(path: str | Path) -> Record:
         raise ConfigError(
             f"{file} is no result: it has no key 'benchmark' at its top. Give a result.json, what --output of an `mtb` "
             "command wrote, or a run's folder."
+        )
+    if raw.get("schema_version") not in (None, SCHEMA_VERSION):
+        raise ConfigError(
+            f"{file} has schema_version {str(raw['schema_version'])[:60]!r}; this mtb reads {SCHEMA_VERSION}, and older files without one. "
+            "Read it with the mtb that wrote it."
         )
     _check_forms(file, raw)
     try:

@@ -93,7 +93,8 @@ def _gate(text: str | None) -> tuple[str, float] | None:
 
 
 def _read(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list[Record]]:
-    from mtb_report.results import read_record  # noqa: PLC0415  (help needs none of it)
+    from mtb_report.report.soundness import fault_of  # noqa: PLC0415  (help needs none of it)
+    from mtb_report.results import read_record  # noqa: PLC0415
 
     for name in ("run_dir", "timeout_s"):
         if given[name] is not None:
@@ -104,6 +105,9 @@ def _read(a: str, b: str, given: dict[str, Any]) -> tuple[list[Record], list[Rec
             raise ConfigError(
                 f"{record.path} holds {record.kind!r}; only results of trainings have independent trials to compare."
             )
+        fault = fault_of(record)
+        if fault is not None:
+            raise ConfigError(f"{record.path} is a broken result: {fault}. Measure it again, or take it away.")
         if record.status not in (None, "success"):
             raise ConfigError(
                 f"{record.path} is of a run that ended early (status {record.status}); compare complete runs."

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mtb_report.results import FIGURES, Found, Record
 
+#: JSON's integers have no end, and its 1e999 is read as infinity; with neither can be reckoned.
+_MOST = sys.float_info.max
 #: Where there is something at all, it is a number.
 _NUMBERS = {
     *FIGURES,
@@ -107,7 +110,7 @@ def _expected(name: str) -> str | None:
 
 def _is(value: Any, expected: str) -> bool:
     if expected == "a number":
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
     if expected == "an object":
         return isinstance(value, Mapping)
     return isinstance(value, Sequence) and not isinstance(value, str)

@@ -342,6 +342,16 @@ def test_gate_needs_a_verdict(tmp_path: Path) -> None:
     assert "--repeat" in str(done.exception)
 
 
+@pytest.mark.parametrize("value", ["abc", True, 10**400, [1.0]])
+def test_a_figure_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
+    """With the file and the value; a truth is no figure of 1."""
+    a = result(tmp_path / "a.json", [10.0, 11.0])
+    b = result(tmp_path / "b.json", [10.0, 11.0], repeats=[{"tokens_per_sec": value}, {"tokens_per_sec": 10.0}])
+    error = invoke(a, b).exception
+    assert isinstance(error, ConfigError)
+    assert "b.json is a broken result: 'tokens_per_sec' is " in str(error)
+
+
 def test_wrong_usage_is_refused(tmp_path: Path) -> None:
     """A gate that cannot be read, a run that failed, options of --run without it, a missing file."""
     a = result(tmp_path / "a.json", [10.0])

@@ -80,6 +80,13 @@ def test_what_a_file_does_not_say_is_unknown(tmp_path: Path) -> None:
     assert list(record.trials) == []
 
 
+@pytest.mark.parametrize("version", [2, "1", 0])
+def test_another_schema_is_refused(tmp_path: Path, version: Any) -> None:
+    """Its keys may mean something else."""
+    with pytest.raises(ConfigError, match=r"schema_version '[012]'; this mtb reads 1"):
+        read_record(write(tmp_path / "a.json", schema_version=version, benchmark="training"))
+
+
 def test_older_zero_stage_is_an_option(tmp_path: Path) -> None:
     """`deepspeed_zero3` is the strategy deepspeed with its stage."""
     record = read_record(write(tmp_path / "a.json", **older_training(strategy="deepspeed_zero3")))
