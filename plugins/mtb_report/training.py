@@ -189,8 +189,18 @@ def outcome(
         return "oom", "cuda_oom", said
     if killed_for_memory or _HOST_OOM.search(log):
         return "oom", "host_oom", said
+    if exit_code < 0 and not failure.get("text"):
+        said = f"it was ended by {_signal(-exit_code)}" + (f"; its last words: {said}" if said else "")
     kind = failure.get("kind") or _EXIT_TYPES.get(exit_code) or ("killed" if exit_code < 0 else "unknown")
     return ("partial" if measured else "failed"), kind, said
+
+
+def _signal(number: int) -> str:
+    """The name of a signal, or its number where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _last_words(log: str) -> str | None:

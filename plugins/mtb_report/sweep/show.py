@@ -14,6 +14,8 @@ from .plan import SweepPlan
 
 #: Shown where the result says that its times are not valid.
 _NOT_VALID = "-"
+#: Columns that mean nothing where the measurement is not valid, in their order, and their formats.
+_PERFORMANCE = {"tokens_per_sec": ",.0f", "step_time_ms": ".2f", "max_memory_mib": ",.0f"}
 
 
 def show_plan(plan: SweepPlan) -> None:
@@ -66,9 +68,8 @@ def _settings(values: Mapping[str, Any]) -> str:
 
 def _figures(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
     figures, valid = row["figures"], row["performance_valid"] is not False
-    rate, time = (_number(figures.get(n), f) for n, f in (("tokens_per_sec", ",.0f"), ("step_time_ms", ".2f")))
-    cells = [text if valid or not text else _NOT_VALID for text in (rate, time)]
-    cells += [_number(figures.get("max_memory_mib"), ",.0f"), str(row["trials"])]
+    shown = [_number(figures.get(name), form) for name, form in _PERFORMANCE.items()]
+    cells = [*(text if valid or not text else _NOT_VALID for text in shown), str(row["trials"])]
     for name in extra:
         text = _number(row.get(name), ".1%" if name == "efficiency" else ".2e")
         if row.get(f"{name.removesuffix('_error')}_nonfinite_steps"):
@@ -80,9 +81,10 @@ def _figures(row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
 def _largest(found: Mapping[str, Any]) -> str:
     limit = found["first_that_does_not"]
     where = "".join(f" {name}={value}" for name, value in found["labels"].items())
+    largest = "none" if found["largest"] is None else found["largest"]
     end = "none that was tried is too large" if limit is None else f"{limit} is too large"
     others = "".join(f"; {value}: {status}, not known whether it fits" for value, status in found["failed"].items())
-    return f"Largest {found['axis']} that fits{where}: {found['largest']} ({end}{others})"
+    return f"Largest {found['axis']} that fits{where}: {largest} ({end}{others})"
 
 
 def _number(value: float | None, form: str) -> str:

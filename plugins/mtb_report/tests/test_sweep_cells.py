@@ -12,6 +12,7 @@ from mtb_core import ConfigError
 from mtb_report.results import Record, find_records, read_record, record_of
 from mtb_report.sweep import runner
 from mtb_report.sweep.plan import SweepPlan, read_plan
+from mtb_report.sweep.show import show
 from mtb_report.training import Attempt, outcome
 
 TINY = "[base]\nsteps = 2\nwarmup_steps = 0\nd_model = 8\nn_heads = 1\nn_layers = 1\nseq_length = 8\nbatch_size = 2\n"
@@ -55,6 +56,19 @@ def result_of(**more: Any) -> Record:
 def test_outcomes(exit_code: int, result: Any, log: str, more: dict[str, Any], expected: tuple[str, str]) -> None:
     """Status and failure type follow from exit code, result and log; exit 0 alone is no success."""
     assert outcome(exit_code, result, log, **more)[:2] == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "reason"),
+    [
+        (-9, "", "it was ended by SIGKILL"),
+        (-11, "step 3\n", "it was ended by SIGSEGV; its last words: step 3"),
+        (-99, "", "it was ended by signal 99"),
+    ],
+)
+def test_a_training_that_a_signal_ended_says_by_which(code: int, log: str, reason: str) -> None:
+    """It could say nothing itself."""
+    assert outcome(code, None, log)[2] == reason
 
 
 def test_the_reason_is_the_error_that_was_printed() -> None:
@@ -217,3 +231,25 @@ def test_progress_knows_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run(tmp_path, SEEDS, Trainings(), monkeypatch, on_progress=told.append)
     assert [p.left_s for p in told] == [None, 3.0, 3.0, 2.0, 2.0, 1.0, 1.0, 0.0]
     assert [p.number for p in told] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_figures_that_are_not_valid_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No throughput, time or memory of an invalid cell is in the table; `mtb report` does the same."""
+    document = run(tmp_path, SEEDS, Trainings(), monkeypatch)
+    figures = {"tokens_per_sec": 1234.0, "step_time_ms": 56.78, "max_memory_mib": 910.0}
+    for row in document["cells"]:
+        row.update(figures=figures, performance_valid=row["labels"]["seed"] != 0)
+    show(document, tmp_path)
+    shown = capsys.readouterr().out
+    assert [shown.count(text) for text in ("1,234", "56.78", "910")] == [3, 3, 3]
+
+
+def test_where_nothing_fits_none_is_the_largest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In words, not as Python says it."""
+    document = run(tmp_path, SEEDS.replace("name", "largest = 'seed'\nname"), Trainings({0: "oom"}), monkeypatch)
+    show(document, tmp_path)
+    assert "Largest seed that fits: none (0 is too large)" in " ".join(capsys.readouterr().out.split())
