@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _fill_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _ending_at_signals():
+        with _ending_at_signals(last=argv is None):
             code = _invoke(root, arguments)
         sys.stdout.flush()
         return code
@@ -73,19 +73,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _ending_at_signals() -> Iterator[None]:
-    """While open, stop signals end the command with the contract's exit code; what trains notes them instead."""
+def _ending_at_signals(*, last: bool) -> Iterator[None]:
+    """While open, stop signals end the command with the contract's exit code; what trains notes them instead.
+
+    Only the first does: what is tidied up because of it is not disturbed by another. Where this command is the `last`
+    thing that the process does they are ignored from then on, for the exit code is settled: batch systems signal a
+    process, and its group as well, and the interpreter takes a while to end.
+    """
 
     def stop(number: int, _frame: FrameType | None) -> None:
+        for each in former:
+            signal.signal(each, signal.SIG_IGN)
         raise _Stopped(signal.Signals(number).name)
 
     here = threading.current_thread() is threading.main_thread()
-    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1) if here}
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1) if here}
+    for number in former:
+        signal.signal(number, stop)
     try:
         yield
     finally:
         for number, handler in former.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_IGN if last else signal.SIG_DFL if handler is None else handler)
 
 
 def _refuse_stopped(name: str, arguments: list[str]) -> int:

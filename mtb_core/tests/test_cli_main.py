@@ -99,6 +99,36 @@ def test_a_stop_while_a_plugin_is_imported(install, capsys):
     assert capsys.readouterr().err == "mtb: stopped by SIGTERM.\n"
 
 
+SLOW_TO_LEAVE = """
+import atexit, time
+@atexit.register
+def leave():
+    print("leaving", flush=True)
+    time.sleep(1)
+try:
+    print("importing", flush=True)
+    time.sleep(60)
+finally:
+    print("tidying", flush=True)
+    time.sleep(1)
+    print("tidied", flush=True)
+"""
+
+
+def test_a_stop_that_is_signalled_again_keeps_its_code(tmp_path):
+    """Whether it comes again while things are tidied up, or while the interpreter ends."""
+    (tmp_path / "torch.py").write_text(SLOW_TO_LEAVE)
+    command = [sys.executable, "-m", "mtb_core", "train"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        for place in ("importing", "tidying", "tidied", "leaving"):
+            assert process.stdout.readline() == f"{place}\n"
+            if place != "tidied":
+                process.send_signal(signal.SIGTERM)
+        assert process.communicate()[1] == "mtb: stopped by SIGTERM.\n"
+    assert process.returncode == 4
+
+
 def test_handlers_come_back(command):
     """A stop signal ends a command with code 4, and its caller has the former handlers again."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)]
