@@ -20,7 +20,6 @@ from mtb_core import (
     external_launcher,
     given_settings,
     load_config,
-    reports_here,
     setting_options,
     write_json,
 )
@@ -58,6 +57,8 @@ def _run(
     plan = Schedule(profile_wait, profile_warmup, profile_active, memory_timeline)
     given = given_settings(click.get_current_context())
     wanted = load_config(given, file=config)
+    from mtb_core import reports_here  # noqa: PLC0415  (imports torch, as `run` does: help and `analyze` must not)
+
     result, folder = profile_run(wanted, plan, quiet=quiet)
     if not reports_here():
         return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -110,6 +112,22 @@ def test_refusals(folder, words, message):
     with pytest.raises(ConfigError) as caught:
         invoke(folder, *words)
     assert message in str(caught.value)
+
+
+TORCHLESS = """
+import sys
+from mtb_profile.command import profile
+profile(sys.argv[1:], standalone_mode=False)
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("words", [["run", "--help"], ["analyze", "--json"]])
+def test_no_torch(folder, words):
+    """Help and the analysis of traces do without importing torch, which takes longer and more memory than they."""
+    paths = [] if "--help" in words else [str(folder)]
+    done = subprocess.run([sys.executable, "-c", TORCHLESS, *words, *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("option", ["--svg", "--output"])
