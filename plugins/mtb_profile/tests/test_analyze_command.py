@@ -126,7 +126,9 @@ assert "torch" not in sys.modules
 def test_no_torch(folder, words):
     """Help and the analysis of traces do without importing torch, which takes longer and more memory than they."""
     paths = [] if "--help" in words else [str(folder)]
-    done = subprocess.run([sys.executable, "-c", TORCHLESS, *words, *paths], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHLESS, *words, *paths], check=False, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
