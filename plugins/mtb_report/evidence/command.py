@@ -99,6 +99,8 @@ def _is_manifest(document: Any) -> bool:
 
 
 def _show(document: dict[str, Any]) -> None:
+    from mtb_report.report.cells import plural  # noqa: PLC0415
+
     for number, batch in enumerate(document["batches"], 1):
         source, place = batch["source"], batch["environment"]
         cuda = (place.get("cuda") or {}).get("devices") or []
@@ -106,7 +108,7 @@ def _show(document: dict[str, Any]) -> None:
         torch, revision = place.get("torch") or "not known", source.get("git_revision") or "not known"
         dirty = " (changed files)" if source.get("git_dirty") else ""
         click.echo(
-            f"Batch {number}: {len(batch['results'])} results; {device}, torch {torch}, revision {revision}{dirty}"
+            f"Batch {number}: {plural(len(batch['results']), 'result')}; {device}, torch {torch}, revision {revision}{dirty}"
         )
         for entry in document["results"]:
             if entry["batch"] == batch["id"]:
@@ -126,7 +128,7 @@ def _show(document: dict[str, Any]) -> None:
 @_JSON
 @_DEBUG
 def verify(folder: str, file: str | None, as_json: bool, debug: bool) -> int:  # noqa: ARG001
-    """Check that the results in DIR are those of its manifest, byte by byte, and no others."""
+    """Check that the results in DIR are those of its manifest, byte by byte, and no others, and that what it says is theirs."""
     from mtb_core import dumps  # noqa: PLC0415
 
     from .manifest import check_manifest, shape_error  # noqa: PLC0415
@@ -146,7 +148,7 @@ def verify(folder: str, file: str | None, as_json: bool, debug: bool) -> int:  #
     if as_json:
         click.echo(dumps({"results": len(document["results"]), "wrong": wrong}, indent=2))
     elif not wrong:
-        click.echo(f"{len(document['results'])} results are as the manifest says.")
+        click.echo(f"As the manifest says; results: {len(document['results'])}.")
     if wrong:
         raise CheckFailed(f"Not as the manifest says: {'; '.join(wrong)}.")
     return 0

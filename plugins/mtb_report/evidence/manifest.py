@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from mtb_core import provenance, redact
+from mtb_core import dumps, provenance, redact
 from mtb_report.results import Found, Record, find_records
 
 SCHEMA_VERSION = 1
@@ -31,9 +31,20 @@ def batch_key(record: Record) -> str | None:
 
 def make_manifest(folder: Path, found: Found, argv: Sequence[str]) -> dict[str, Any]:
     """The manifest of the results `found` in `folder`; every key is described in ``docs/evidence.md``."""
-    entries = [_entry(folder, record) for record in found.records]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": "evidence_manifest",
+        **_said_of(folder, found.records),
+        "unreadable": [{"path": _relative(folder, file), "reason": redact(why)} for file, why in found.unreadable],
+        "provenance": provenance(argv),
+    }
+
+
+def _said_of(folder: Path, records: Sequence[Record]) -> dict[str, Any]:
+    """What a manifest says of `records`: each of them, and its batch."""
+    entries = [_entry(folder, record) for record in records]
     batches: dict[str, dict[str, Any]] = {}
-    for record, entry in zip(found.records, entries, strict=True):
+    for record, entry in zip(records, entries, strict=True):
         if entry["batch"] is None:
             continue
         batch = batches.setdefault(
@@ -41,15 +52,7 @@ def make_manifest(folder: Path, found: Found, argv: Sequence[str]) -> dict[str, 
             {"id": entry["batch"], "environment": _place(record), "source": _source(record), "results": []},
         )
         batch["results"].append(entry["path"])
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "benchmark": "evidence_manifest",
-        "one_batch": len(batches) <= 1,
-        "batches": list(batches.values()),
-        "results": entries,
-        "unreadable": [{"path": _relative(folder, file), "reason": redact(why)} for file, why in found.unreadable],
-        "provenance": provenance(argv),
-    }
+    return {"one_batch": len(batches) <= 1, "batches": list(batches.values()), "results": entries}
 
 
 def _entry(folder: Path, record: Record) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def shape_error(manifest: Mapping[str, Any]) -> str | None:
 
 
 def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """What is no longer as `manifest` says, in words: changed, removed and added results.
+    """What is not as `manifest` says, in words: changed, removed and added results, and what it says else of them.
 
     `manifest` has no `shape_error`.
     """
@@ -100,11 +103,25 @@ def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
             continue
         if digest != entry["sha256"]:
             wrong.append(f"{entry['path']} was changed")
+    records = [record for record in find_records([folder]).records if record.kind != "evidence_manifest"]
     listed = {entry["path"] for entry in manifest["results"]}
-    for record in find_records([folder]).records:
-        path = _relative(folder, record.path)
-        if path not in listed and record.kind != "evidence_manifest":
-            wrong.append(f"{path} was added")
+    paths = [_relative(folder, record.path) for record in records]
+    wrong += [f"{path} was added" for path in paths if path not in listed]
+    return wrong or _untrue(manifest, json.loads(dumps(_said_of(folder, records))))
+
+
+def _untrue(manifest: Mapping[str, Any], true: Mapping[str, Any]) -> list[str]:
+    """What `manifest` says that the results, which are those that it lists, do not."""
+    entries = {entry["path"]: entry for entry in true["results"]}
+    wrong = []
+    for entry in manifest["results"]:
+        own = entries.get(entry["path"], {})
+        keys = [key for key, value in own.items() if key in entry and entry[key] != value]
+        if keys:
+            wrong.append(f"of {entry['path']} the manifest says another {', '.join(keys)} than the result")
+    for key in ("one_batch", "batches"):
+        if not wrong and manifest.get(key) != true[key]:
+            wrong.append(f"{key} does not follow from the results: the manifest itself was changed")
     return wrong
 
 

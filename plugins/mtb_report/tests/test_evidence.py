@@ -117,6 +117,35 @@ def test_changes_are_found(tmp_path: Path) -> None:
     assert "b.json cannot be read" in str(done.exception)
 
 
+@pytest.mark.parametrize("key", ["status", "performance_valid", "git_revision", "batch"])
+def test_a_manifest_that_says_something_else_of_a_result_is_found(tmp_path: Path, key: str) -> None:
+    """The digests of the results alone would not show it."""
+    write(tmp_path / "a.json")
+    manifest(tmp_path)
+    file = tmp_path / "manifest.json"
+    said = json.loads(file.read_text())
+    said["results"][0][key] = "other"
+    file.write_text(json.dumps(said))
+    done = invoke("verify", str(tmp_path))
+    assert isinstance(done.exception, CheckFailed)
+    assert f"of a.json the manifest says another {key} than the result" in str(done.exception)
+
+
+def test_batches_that_were_joined_are_found(tmp_path: Path) -> None:
+    """Results of unlike environments are no one batch because a manifest says so."""
+    write(tmp_path / "a.json")
+    write(tmp_path / "b.json", environment={"torch": "1.0"})
+    manifest(tmp_path)
+    file = tmp_path / "manifest.json"
+    said = json.loads(file.read_text())
+    assert len(said["batches"]) == 2
+    for change in ({"one_batch": True}, {"batches": said["batches"][:1]}):
+        file.write_text(json.dumps({**said, **change}))
+        done = invoke("verify", str(tmp_path))
+        assert isinstance(done.exception, CheckFailed)
+        assert "does not follow from the results" in str(done.exception)
+
+
 @pytest.mark.parametrize("words", [(), ("--output", "result.json")])
 def test_a_manifest_replaces_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     """A result where the manifest would be written is left as it is, and the command says what to do."""
