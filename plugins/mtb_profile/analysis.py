@@ -104,6 +104,11 @@ class Analysis:
         return max(sizes) if sizes else None
 
     @property
+    def waiting_is_known(self) -> bool:
+        """Whether waiting for other ranks can be told from transfer: their traces are needed, where there are others."""
+        return len(self.ranks) > 1 or self.world_size == 1 or not any(r.times.exposed for r in self.ranks)
+
+    @property
     def step_times(self) -> dict[int, float]:
         """Length of each step, ns: the mean over ranks, from one step's beginning to its end on the host."""
         lengths: dict[int, list[int]] = {}

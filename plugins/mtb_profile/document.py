@@ -22,7 +22,7 @@ def document(analysis: Analysis, verdict: Verdict, losses: Losses | None = None)
         "schema_version": SCHEMA_VERSION,
         "benchmark": "trace_analysis",
         "world_size": analysis.world_size,
-        "ranks": [_rank(rank) for rank in analysis.ranks],
+        "ranks": [_rank(rank, waiting_is_known=analysis.waiting_is_known) for rank in analysis.ranks],
         "step_time_us": {str(number): round(ns / 1e3, 3) for number, ns in analysis.step_times.items()},
         "arrivals": [_arrivals(a) for a in analysis.arrivals],
         "stragglers": [_straggler(s) for s in analysis.stragglers],
@@ -60,13 +60,13 @@ def _times(times: Times) -> dict[str, float]:
     }
 
 
-def _rank(rank: RankAnalysis) -> dict[str, Any]:
+def _rank(rank: RankAnalysis, *, waiting_is_known: bool) -> dict[str, Any]:
     trace = rank.view.trace
     return {
         "rank": rank.rank,
         "window": rank.view.window,
         **_times(rank.times),
-        "waiting_us": rank.waiting / 1e3,
+        "waiting_us": rank.waiting / 1e3 if waiting_is_known else None,
         "idle_by_phase_us": {name: ns / 1e3 for name, ns in rank.idle_by_phase.items()},
         "collectives": [_collective(row) for row in rank.collectives],
         "steps": [{"step": number, **_times(times)} for number, times in rank.steps.items()],

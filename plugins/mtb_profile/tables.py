@@ -80,8 +80,9 @@ def _breakdown(analysis: Analysis) -> Table:
     )
     for r in analysis.ranks:
         t = r.times
-        parts = (t.span, t.compute, t.communication, t.overlapped, t.exposed, r.waiting, t.memory, t.idle)
-        table.add_row(str(r.rank), str(len(r.view.steps.steps) or "-"), *(_ms(v) for v in parts))
+        waiting = _ms(r.waiting) if analysis.waiting_is_known else "-"
+        before, after = (t.span, t.compute, t.communication, t.overlapped, t.exposed), (t.memory, t.idle)
+        table.add_row(str(r.rank), str(len(r.view.steps.steps) or "-"), *map(_ms, before), waiting, *map(_ms, after))
     return table
 
 

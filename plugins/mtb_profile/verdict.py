@@ -142,9 +142,11 @@ def _phase(name: str) -> str:
 
 
 def _share_evidence(s: Shares, analysis: Analysis) -> list[str]:
+    waiting = f"{s.waiting:.1%} waiting in communication for other ranks, "
+    if not analysis.waiting_is_known:
+        waiting = "in which waiting for other ranks may be, "
     text = (
-        f"Of the time, {s.compute:.1%} is computation, {s.transfer:.1%} exposed communication, {s.waiting:.1%} waiting in "
-        f"communication for other ranks, {s.memory:.1%} copying, {s.data:.1%} waiting for data, {s.host:.1%} idle otherwise "
+        f"Of the time, {s.compute:.1%} is computation, {s.transfer:.1%} exposed communication, {waiting}{s.memory:.1%} copying, {s.data:.1%} waiting for data, {s.host:.1%} idle otherwise "
         "(means over ranks)."
     )
     out = [text]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtb_profile.analysis import analyze
+from mtb_profile.document import document
 from mtb_profile.verdict import judge, shares
 
 
@@ -66,6 +67,16 @@ def test_one_rank_of_several(tracing, tmp_path):
     found = judge(analyze([t.write(tmp_path / "t.json")]))
     assert found.bound == "communication-bound"
     assert "all ranks' traces" in found.evidence[-1]
+    assert "in which waiting for other ranks may be" in found.evidence[0]
+
+
+def test_waiting_that_cannot_be_known_is_not_nought(tracing, tmp_path):
+    """Of one rank of eight it is not known; of the only rank it is."""
+    for ranks, expected in ((8, None), (1, 0.0)):
+        t = tracing.Trace(world_size=ranks).step(0, 0, 100)
+        t.kernel("gemm", 0, 20, launch=1).nccl("allreduce", 20, 80, launch=2)
+        analysis = analyze([t.write(tmp_path / f"{ranks}.json")])
+        assert document(analysis, judge(analysis))["ranks"][0]["waiting_us"] == expected
 
 
 def test_shares_sum_to_one(tracing, tmp_path):
