@@ -47,11 +47,16 @@ def _validity(record: Record) -> Iterator[Finding]:
         return  # there are no times that could be valid
     if record.performance_valid is False:
         reasons = "; ".join(record.performance_invalid_reasons) or "no reason is recorded"
+        told = (
+            " Its times, rates and memory are not told here for that; they stand in the file, as a sign that it works, not "
+            "of how fast it is."
+        )
+        if record.kind == "profile":
+            told = " What is said of its step is of the step as it was profiled."
         yield Finding(
             "unusual",
             "not-valid",
-            f"It is no valid measurement of performance: {reasons}. Its times, rates and memory are not told here for that; "
-            "they stand in the file, as a sign that it works, not of how fast it is.",
+            f"It is no valid measurement of performance: {reasons}.{told}",
         )
         if record.kind != "profile":  # which never is valid: the profiler itself slows it
             yield Finding(

@@ -256,7 +256,7 @@ def _loss(record: Record) -> Iterator[Finding]:
         listed = tries[0] if len(tries) == 1 else f"{', '.join(tries[:-1])} or {tries[-1]}"
         yield Finding("next", "find-nonfinite", f"Find the step in the metrics lines (`nonfinite`); {listed}.")
         return
-    if first is None or last is None:
+    if first is None or last is None or known(record, "steps") == 0:
         return
     yield Finding("meaning", "loss", f"The loss went from {first:.4f} at its first step to {last:.4f} at its last.")
     if last > first:

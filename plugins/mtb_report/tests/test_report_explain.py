@@ -198,6 +198,7 @@ def test_a_profile_is_not_to_be_made_valid() -> None:
     said = rules({**CALM, "benchmark": "profile", "performance_valid": False})
     assert "not-valid" in said
     assert "make-valid" not in said
+    assert said["not-valid"].endswith("What is said of its step is of the step as it was profiled.")
 
 
 def test_a_tier_that_fits_is_said_to_fit_though_its_memory_is_not_told() -> None:
@@ -223,6 +224,7 @@ def test_a_run_without_a_measured_step() -> None:
     assert said["speed"] == "It holds no speed."
     assert unusual(raw) == {"no-step"}
     assert {rule for rule in said if rule not in ("what-ran", "speed", "no-step")} == {"more-steps"}
+    assert "loss" not in rules({**raw, "loss": 4.0, "loss_first": 4.0})  # of the warm-up
     resumed = rules({**raw, "global_step": 3, "runtime": {"resumed": True, "resume_deterministic": True}})
     assert "more-steps" not in resumed
     assert "from, step 3, was at the planned end already: name a later --until-step" in resumed["later-step"]
