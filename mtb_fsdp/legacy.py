@@ -32,7 +32,7 @@ from mtb_core import (
 )
 from mtb_fsdp.plugin import FSDP1Options
 from mtb_fsdp.skeleton import Names
-from mtb_fsdp.units import check_dtypes, choose_units
+from mtb_fsdp.units import check_dtypes, choose_units, without_views
 from mtb_fsdp.unused import UsageCheck
 
 _SHARDING = {
@@ -88,6 +88,8 @@ class FSDP1Strategy(Strategy):
         root: nn.Module = module
         for name in (*units, ""):
             unit = module.get_submodule(name)
+            if name:
+                unit.register_forward_hook(without_views)
             own = before.among([*unit.parameters(), *unit.buffers()])
             _fill(job, module, own)
             now = own.now_in(module)

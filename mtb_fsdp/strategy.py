@@ -9,13 +9,15 @@ from typing import Any
 
 import attrs
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from mtb_core import BufferSync, Job, MicroBatch, Prepared, RunFailed, Shards, State, Strategy, broadcast_buffers
 from mtb_fsdp.plugin import FSDPOptions
 from mtb_fsdp.replicated import sum_gradients
-from mtb_fsdp.units import check_dtypes, choose_units
+from mtb_fsdp.units import check_dtypes, choose_units, without_views
 from mtb_fsdp.unused import UsageCheck
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -101,6 +103,12 @@ class FSDPStrategy(Strategy):
             broadcast_buffers(prepared.module.buffers())
         return super().state(prepared)
 
+    def close(self, prepared: Prepared) -> None:
+        """Destroy the groups that torch makes for each unit that stays gathered in part after forward."""
+        for mesh in _partial_meshes(prepared.module):
+            for group in mesh.get_all_groups():
+                dist.destroy_process_group(group)
+
 
 def _reduce_dtype(param_dtype: str, reduce_dtype: str) -> torch.dtype | None:
     """None, which stands for the gradients' own dtype, wherever it is the same: FSDP then spares a copy."""
@@ -119,7 +127,9 @@ def _shard(module: nn.Module, units: Sequence[str], job: Job, precision: MixedPr
     }
     check = UsageCheck(module, units, job.ctx.world_size // options.hsdp, job.ctx)
     for name in units:
-        fully_shard(module.get_submodule(name), reshard_after_forward=options.reshard, **shared)
+        unit = module.get_submodule(name)
+        unit.register_forward_hook(without_views)  # before FSDP's own hook
+        fully_shard(unit, reshard_after_forward=options.reshard, **shared)
     # The root's backward begins when its forward has ended: freeing its parameters in between would gain nothing.
     fully_shard(module, reshard_after_forward=False, **shared)
     for part in _fsdp_modules(module):
@@ -207,6 +217,15 @@ def _reshard_if_no_backward_follows(module: nn.Module, args: Any, output: Any) -
 def _reshard(module: nn.Module) -> None:
     for part in _fsdp_modules(module):
         part.reshard()
+
+
+def _partial_meshes(module: nn.Module) -> Iterator[DeviceMesh]:
+    """Meshes of units that are resharded over fewer ranks than they are sharded over."""
+    for part in _fsdp_modules(module):
+        for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+            after = group.post_forward_mesh_info
+            if after is not None and after is not group.mesh_info:
+                yield after.mesh
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from mtb_core import ConfigError
 from mtb_fsdp.theory import Unit
@@ -77,6 +80,19 @@ def describe_units(module: nn.Module, units: Sequence[str], *, resharded: bool) 
         )
         for name, parameters in unit_parameters(module, units).items()
     ]
+
+
+def without_views(unit: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001  (a forward hook)
+    """A unit's output, of which no tensor is a view; a single linear layer's is one.
+
+    An operation in place on a view drops FSDP's hook on it, and backward would use parameters that are not gathered.
+    The copy costs no memory that stays: nobody else keeps what was viewed.
+    """
+    return tree_map_only(torch.Tensor, _copy_of_view, output) if torch.is_grad_enabled() else output
+
+
+def _copy_of_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor  # noqa: SLF001
 
 
 class _shared_with_outside:  # noqa: N801  (used like a function)

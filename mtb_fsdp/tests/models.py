@@ -67,6 +67,22 @@ class TiedBlocks(Net):
         self.head.weight = self.tokens.weight
 
 
+class InPlace(Net):
+    """What a block returns is a view (a linear layer's of more than two dimensions), and is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return x
+
+
 class BlockTwice(Net):
     def __init__(self) -> None:
         super().__init__()

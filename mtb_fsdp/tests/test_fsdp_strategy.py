@@ -111,7 +111,17 @@ def test_bf16_is_near(settings: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("fsdp1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
-    ["Net", "FrozenBlock", "FrozenStart", "TiedBlocks", "BlockTwice", "Temperature", "Normalised", "filled_normalised"],
+    [
+        "Net",
+        "FrozenBlock",
+        "FrozenStart",
+        "TiedBlocks",
+        "InPlace",
+        "BlockTwice",
+        "Temperature",
+        "Normalised",
+        "filled_normalised",
+    ],
 )
 def test_special_models(name: str, strategy: str, tmp_path: Path) -> None:
     """As `ddp`, step for step and to the bit where nothing was trained; statistics are those of rank 0."""
