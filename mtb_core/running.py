@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -146,7 +147,7 @@ def _run_here(payload: Payload, planned: Planned, display: Display, *, external:
                 log = rank_log(payload.folder / "logs", worker.rank)
                 log.parent.mkdir(exist_ok=True)
                 log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
-            return _failed(payload, planned, failure, "failed", 0)
+            return _failed(payload, planned, failure, "failed", 0, _log_dir(payload))
 
 
 def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
@@ -154,7 +155,7 @@ def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
     from mtb_core.launch.elastic import LaunchSpec, launch  # noqa: PLC0415  (imports torch)
 
     config = payload.config
-    log_dir = (payload.folder or Path("runs") / "logs") / "logs"
+    logs = _log_dir(payload)
     outcome = launch(
         LaunchSpec(
             entry=rank_main,
@@ -165,7 +166,7 @@ def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
             rdzv_endpoint=config.rdzv_endpoint,
             max_restarts=config.max_restarts,
             start_method=config.start_method,
-            log_dir=log_dir,
+            log_dir=logs,
             on_line=display.line,
             on_progress=display.progress,
             on_restart=partial(_tell_restart, display),
@@ -173,13 +174,37 @@ def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
             debug=config.debug,
         )
     )
-    if outcome.values:
-        return Result.from_json(next(iter(outcome.values.values())))
-    return _failed(payload, planned, outcome.failure, outcome.exit_reason, outcome.restarts)
+    if not outcome.values:
+        return _failed(payload, planned, outcome.failure, outcome.exit_reason, outcome.restarts, logs)
+    result = Result.from_json(next(iter(outcome.values.values())))
+    if payload.folder is None and config.run_dir is None and result.run_dir is not None:
+        _move(logs, Path(result.run_dir).expanduser() / "logs")
+    return result
+
+
+def _move(logs: Path, place: Path) -> None:
+    """Put the logs of this node's ranks into the run's folder, which got its name after they began."""
+    place.mkdir(exist_ok=True)
+    for log in logs.iterdir():
+        log.replace(place / log.name)
+    logs.rmdir()
+
+
+def _log_dir(payload: Payload) -> Path:
+    """Where ranks that are launched here write; of several nodes only rank 0 chooses a folder that has no name yet."""
+    if payload.folder is not None:
+        return payload.folder / "logs"
+    if payload.config.run_dir is not None:
+        return Path(payload.config.run_dir) / "logs"
+    return Path("runs") / f"logs-{uuid.uuid4().hex[:12]}"
 
 
 def _tell_restart(display: Display, failure: Failure, restarts: int) -> None:
-    display.warning(f"{failure} Starting all ranks again (restart {restarts}).")
+    display.warning(f"{_sentence(str(failure))} Starting all ranks again (restart {restarts}).")
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def _failed(
@@ -188,15 +213,14 @@ def _failed(
     failure: Failure | None,
     exit_reason: str,
     restarts: int,
+    logs: Path,
 ) -> Result:
     """The result of a run that could not report one itself; what the metrics lines tell is kept."""
     last = _last_metrics(payload.folder)
     shown = failure_fields(failure)
     if shown is not None and failure is not None and failure.traceback and not failure.expected:
-        folder = "logs" if payload.folder is None else redact(str(payload.folder / "logs"))
-        shown["text"] += (
-            f"{'' if shown['text'].endswith(('.', '!', '?')) else '.'} The traceback is at the end of {rank_log(Path(folder), failure.rank or 0)}."
-        )
+        log = rank_log(logs, failure.rank or 0)
+        shown["text"] = f"{_sentence(shown['text'])} The traceback is at the end of {redact(str(log))}."
     result = Result(
         **base_fields(planned.resolved, payload.folder),
         exit_reason=exit_reason,

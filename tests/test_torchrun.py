@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mtb_core.ckpt.catalog import newest
 
 MODELS = Path(__file__).parent / "models" / "faulty.py"
@@ -23,11 +25,12 @@ sys.exit(main())
 """
 
 
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, *arguments: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     """`mtb train ARGUMENTS` on two ranks under torchrun, in `folder`."""
     script = folder / "rank.py"
     script.write_text(RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", str(restarts), str(script)]
     small = ["train", "--strategy", "ddp", "--device", "cpu", "--seq-length", "8", "--d-model", "16", "--steps", "3"]
     return subprocess.run(
         [*command, *small, *arguments],
@@ -59,3 +62,11 @@ def test_a_failed_rank_is_named(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "--model", f"{MODELS}:Raises")
     assert done.returncode == 1
     assert "boom-r1" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_in_the_run_folder(tmp_path: Path) -> None:
+    """The folder that the first attempt made is no other run's."""
+    done = torchrun(tmp_path, "--model", f"{MODELS}:RaisesOnce", "--run-dir", "run", restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["runtime"]["restarts"] == 1

@@ -54,6 +54,7 @@ class Agent(SimpleElasticAgent):
         failures: of the last attempt.
         stop_seen: name of a stop signal that a worker got, from whomever.
         restarts: how often workers were started again after a failure.
+        began: whether workers were started at all.
     """
 
     def __init__(self, spec: LaunchSpec, signals: LauncherSignals) -> None:
@@ -81,6 +82,7 @@ class Agent(SimpleElasticAgent):
         self.failures: list[Failure] = []
         self.stop_seen: str | None = None
         self.restarts = 0
+        self.began = False
         self._stacks_shown = False
 
     def leave(self) -> None:
@@ -89,6 +91,7 @@ class Agent(SimpleElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._signals.breaking():
+            self._signals.raise_first()  # it came before there was anything to break off
             super()._rendezvous(worker_group)
 
     def _exit_barrier(self) -> None:
@@ -101,6 +104,7 @@ class Agent(SimpleElasticAgent):
         if worker_group.group_rank == 0:
             store.set("mtb/attempt", uuid.uuid4().hex)
         attempt = store.get("mtb/attempt").decode()
+        self.began = True
         world = World(first.world_size, self._launch.nproc)
         # The answer from the store says that its thread, too, is done with this process's own connection.
         gate = Gate() if self._method == "fork" else None

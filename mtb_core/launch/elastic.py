@@ -124,6 +124,13 @@ class LauncherSignals:
         finally:
             self._breakable = False
 
+    def raise_first(self) -> None:
+        """Raise torch's `SignalException` if there was a signal."""
+        from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
+
+        if self.first is not None:
+            raise SignalException(f"stopped by {self.first}", sigval=signal.Signals[self.first])
+
     @contextmanager
     def catching(self) -> Iterator[None]:
         """Note stop signals instead of dying from them; the former handlers come back afterwards."""
@@ -138,8 +145,6 @@ class LauncherSignals:
             os.close(self._waker)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415
-
         name = signal.Signals(number).name
         if number == signal.SIGINT and self.first == "SIGINT":
             self.killing = True
@@ -151,7 +156,7 @@ class LauncherSignals:
         with suppress(BlockingIOError):  # it is awake
             os.write(self._waker, b"s")
         if self._breakable:
-            raise SignalException(f"stopped by {name}", sigval=signal.Signals(number))
+            self.raise_first()
 
 
 def launch(spec: LaunchSpec) -> LaunchOutcome:
@@ -186,13 +191,22 @@ def launch(spec: LaunchSpec) -> LaunchOutcome:
         except RendezvousError as error:
             failure = None if agent is None else first_cause(agent.failures)
             if failure is None:
-                msg = (
-                    f"The nodes could not meet at --rdzv-endpoint {spec.rdzv_endpoint}: {error} Check that "
-                    f"{spec.min_nodes} to {spec.max_nodes} nodes were started, that the address is the same "
-                    "everywhere, and that its port can be reached from all of them."
-                )
-                raise RunFailed(msg) from error
+                raise RunFailed(_not_met(spec, error, began=agent is not None and agent.began)) from error
         return _outcome(agent, signals)
+
+
+def _not_met(spec: LaunchSpec, error: Exception, *, began: bool) -> str:
+    if began:
+        return (
+            f"This node lost the others: the store at --rdzv-endpoint {spec.rdzv_endpoint} does not answer any more. The "
+            "node that hosts it has ended, or the network between them has; its own output tells more. The ranks of this "
+            "node were ended."
+        )
+    return (
+        f"The nodes could not meet at --rdzv-endpoint {spec.rdzv_endpoint}: {error} Check that {spec.min_nodes} to "
+        f"{spec.max_nodes} nodes were started, that the address is the same everywhere, and that its port can be reached "
+        "from all of them."
+    )
 
 
 def _make_folder(folder: Path) -> None:

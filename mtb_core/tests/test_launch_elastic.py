@@ -8,12 +8,13 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from mtb_core.api import ConfigError
-from mtb_core.launch import processes
+from mtb_core.api import ConfigError, RunFailed
+from mtb_core.launch import meeting, processes
 from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.ranks.context import open_ranks
-from mtb_core.tests.launching import gone, mark, plan_for, read_mark, run_ranks
+from mtb_core.tests.launching import for_ever, gone, mark, plan_for, read_mark, run_ranks
 
 
 def identity(payload, worker):
@@ -233,6 +234,17 @@ def test_two_nodes(tmp_path):
     assert values == {0: 2.0, 1: 2.0}
 
 
+def test_a_lost_store_is_not_a_meeting_that_failed(tmp_path, monkeypatch):
+    """Once ranks have begun, what is wrong is that the node which hosts the store has ended."""
+
+    def waiting(_self):
+        raise RendezvousConnectionError("gone")
+
+    monkeypatch.setattr(meeting.OneNode, "num_nodes_waiting", waiting)
+    with pytest.raises(RunFailed, match="This node lost the others"):
+        run_ranks(for_ever, tmp_path, tmp_path)
+
+
 def test_host_name_is_not_needed(tmp_path, monkeypatch):
     """On one node everything goes over the loopback address, so a host name without address does not matter."""
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
@@ -242,7 +254,7 @@ def test_host_name_is_not_needed(tmp_path, monkeypatch):
 
 SPAWNED = """
 from pathlib import Path
-from mtb_core.launch import processes
+from mtb_core.launch import meeting, processes
 from mtb_core.launch.elastic import LaunchSpec, launch
 
 def entry(payload, worker):

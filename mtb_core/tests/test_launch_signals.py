@@ -67,9 +67,9 @@ def test_a_second_sigterm_ends_ranks_that_hang(tmp_path, monkeypatch, restarts):
     monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
     with Launcher(for_ever, tmp_path, max_restarts=restarts) as launcher:
         workers = launcher.workers()
-        for _ in range(2):
+        while not launcher.ended():  # two that come before it looks are one signal
             os.kill(launcher.process.pid, signal.SIGTERM)
-            time.sleep(0.01)  # two at once are one signal
+            time.sleep(0.01)
         out = launcher.outcome()
     assert (out.exit_reason, out.values, out.restarts) == ("failed", {}, 0)
     assert str(out.failure).startswith("All ranks failed: SIGTERM came 0 s ago")
@@ -149,6 +149,20 @@ def test_signal_to_one_rank(tmp_path):
 def fails_when_stopped(folder, worker):
     until_stopped(folder, worker)
     raise ValueError("while stopping")
+
+
+def test_a_stop_before_ranks_are_started(tmp_path, monkeypatch):
+    """None is: also where launchers of several nodes would wait for each other."""
+    begin = agent.Agent.__init__
+
+    def begin_and_stop(self, *arguments):
+        begin(self, *arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(agent.Agent, "__init__", begin_and_stop)
+    out = run_ranks(until_stopped, tmp_path, tmp_path)
+    assert (out.exit_reason, out.values, out.failure) == ("stopped", {}, None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_restart_after_a_stop(tmp_path):

@@ -122,8 +122,11 @@ def nothing_left(planned: Planned) -> str | None:
     return f"nothing left to do: {resume.path} is at step {resume.step}, and --until-step is {config.until_step}"
 
 
-def make_run_folder(planned: Planned) -> Path:
+def make_run_folder(planned: Planned, *, restarted: bool = False) -> Path:
     """Make the run's folder and check that it can be written to. Called by one process only.
+
+    Args:
+        restarted: the run that a ``--run-dir`` holds is this one.
 
     Raises:
         ConfigError: it holds another run already, or cannot be made or written.
@@ -136,7 +139,7 @@ def make_run_folder(planned: Planned) -> Path:
     _make(folder / "logs")
     if (folder / "result.json").is_dir():
         raise ConfigError(f"--run-dir {folder}: result.json in it is a folder, and cannot be written; remove it.")
-    if (folder / "config.toml").exists() and config.resume is None:
+    if (folder / "config.toml").exists() and config.resume is None and not restarted:
         msg = (
             f"--run-dir {folder} already holds a run. A run never overwrites another one: name a new folder, remove "
             "this one, or go on with the run by --resume."

@@ -81,8 +81,9 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
         nothing = None if worker.restarts else from_rank_zero(ctx, nothing_left(planned))
         if nothing is not None:
             return from_rank_zero(ctx, idle_result(planned, payload.argv, nothing).to_json() if ctx.rank == 0 else {})
-        folder = _agreed_folder(payload, planned, ctx)
-        if ctx.rank == 0 and not worker.restarts:
+        restarted = worker.restarts > 0
+        folder = _agreed_folder(payload, planned, ctx, restarted=restarted)
+        if ctx.rank == 0 and not (restarted and (folder / "config.toml").exists()):
             write_config(folder, config)
         inputs = TrialInputs(
             resolved=planned.resolved,
@@ -170,11 +171,11 @@ def _comparable(config: TrainConfig) -> dict[str, Any]:
     return {k: v for k, v in values.items() if k not in ("run_dir", "output", "rdzv_endpoint", "debug")}
 
 
-def _agreed_folder(payload: Payload, planned: Planned, ctx: RankContext) -> Path:
+def _agreed_folder(payload: Payload, planned: Planned, ctx: RankContext, *, restarted: bool) -> Path:
     """One run folder for all, decided by one rank; it exists on return."""
     folder = payload.folder
     if folder is None:
-        folder = from_rank_zero(ctx, make_run_folder(planned) if ctx.rank == 0 else None)
+        folder = from_rank_zero(ctx, make_run_folder(planned, restarted=restarted) if ctx.rank == 0 else None)
         assert folder is not None
     folder.mkdir(parents=True, exist_ok=True)
     return folder
