@@ -57,7 +57,8 @@ def run(
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
     planned = plan_run(config, registry, world)
     if config.output is not None:
-        check_output(config.output)
+        read = (config.data, config.eval_data, config.model.partition(":")[0])
+        check_output(config.output, inputs=[place for place in read if place is not None])
     if config.formal:
         _check_formal()
     check_network(config)

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from mtb_core.api.errors import EXIT_OK, EXIT_STOPPED
 from mtb_core.config import load_config
 from mtb_core.launch.worker import external_launcher
+from mtb_core.measure.outputs import check_output
 from mtb_core.registry.discovery import discover, warn_failed
 
 from .options import GroupedCommand, GroupedOption, given_settings, setting_options
@@ -34,6 +35,8 @@ def _train(config: str | None, as_json: bool, quiet: bool, **_settings: Any) -> 
 
 def _run(given: dict[str, Any], config: str | None, *, as_json: bool, quiet: bool) -> int:
     wanted = load_config(given, file=config)
+    if wanted.output is not None and config is not None:
+        check_output(wanted.output, inputs=[config])
     registry = discover(disabled=wanted.no_plugin)
     warn_failed(registry, warn)
     registry.strategy(wanted.strategy)

@@ -38,6 +38,20 @@ def test_places_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert old.read_text() == "old"
 
 
+def test_what_is_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever name; a folder's other files may be."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    for name in ("a.json", "run/result.json", "run/table.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "link").symlink_to("a.json")
+    for place, inputs in (("a.json", ["b", "a.json"]), ("link", ["a.json"]), ("run/result.json", ["run"])):
+        with pytest.raises(ConfigError, match="this command reads it, and would replace it; name another file"):
+            check_output(place, inputs=inputs)
+    for place in ("new.json", "run/table.json", "/dev/null"):
+        check_output(place, inputs=["a.json", "run", "/dev/null", "missing", "nul\0"])
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_what_is_protected_stays(tmp_path: Path) -> None:
     """A file, and a folder, that this user must not write to."""

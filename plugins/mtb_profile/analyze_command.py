@@ -139,7 +139,7 @@ def analyze_command(
             raise ConfigError(f"{option} is {value:g}; it must be above 0 and finite.")
     for option, file in (("--output", output), ("--svg", svg)):
         if file is not None:
-            check_output(file, option)
+            check_output(file, option, inputs=paths)
     work = _work(paths, flops_per_step, peak_tflops)
     wanted = Wanted(window, mfu, work, show_collectives, step, svg)
     found = find(find_traces(paths), wanted)

@@ -71,7 +71,7 @@ def _check(places: list[Path], target: Path | None, watched: str | None) -> None
     if watched is not None and not Path(watched).expanduser().is_dir():
         raise ConfigError(f"--watch {watched} is no folder; give the one that the results are written to.")
     if target is not None:
-        check_output(target)
+        check_output(target, inputs=places)
 
 
 def _rendered(places: list[Path], form: str, title: str, target: Path | None, refresh_s: int | None = None) -> str:
@@ -156,8 +156,10 @@ def explain(path: str, output: str | None, width: int, debug: bool) -> int:  # n
     from .prose import page  # noqa: PLC0415
     from .soundness import fault_in  # noqa: PLC0415
 
-    target = None if output is None else Path(output).expanduser()
-    record = read_record(Path(path).expanduser())
+    target, place = None if output is None else Path(output).expanduser(), Path(path).expanduser()
+    if target is not None:
+        check_output(target, inputs=[place])
+    record = read_record(place)
     fault = fault_in(record, explained)
     if fault is not None:
         raise ConfigError(f"{record.path} cannot be explained: {fault}. Give a result that `mtb` wrote.")

@@ -80,7 +80,10 @@ def sweep(file: str, size: str | None, dry_run: bool, **given: Any) -> int:
     from .recipes import sweep_file  # noqa: PLC0415
     from .shape import check_seconds  # noqa: PLC0415
 
-    plan = read_plan(sweep_file(file), size)
+    source = sweep_file(file)
+    if given["output"] is not None:
+        check_output(given["output"], inputs=[source])
+    plan = read_plan(source, size)
     if given["timeout_s"] is not None:
         check_seconds("--timeout-s", given["timeout_s"])
         plan = attrs.evolve(plan, timeout_s=given["timeout_s"])
@@ -99,8 +102,6 @@ def _run(plan: SweepPlan, folder: Path, given: dict[str, Any]) -> int:
     from .show import show  # noqa: PLC0415
 
     formal = given["formal"]
-    if given["output"] is not None:
-        check_output(given["output"])
     if formal:
         check_formal(plan, folder, sys.argv)
     place = staging_folder(folder) if formal else folder
