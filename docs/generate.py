@@ -181,17 +181,13 @@ def check_page() -> str:
         if check.name.partition(".")[0] != group:
             group = check.name.partition(".")[0]
             parts.append(f"## {group}\n\n{markdown(importlib.import_module(check.function.__module__).__doc__)}")
+        how = f"How: {markdown(check.how)}" if check.how else ""
         needs = f" Skipped where the strategy does not declare: {', '.join(check.needs)}." if check.needs else ""
         parts.append(
             f"### {check.name}\n\n{check.title} {_RANKS[check.ranks]}{needs}\n\n"
-            f"Likely mistake: {check.mistake}.\n\n{_how(check.function.__doc__)}"
+            f"Likely mistake: {check.mistake}.\n\n{how}"
         )
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def _how(docstring: str | None) -> str:
-    text = markdown(docstring)
-    return "" if text == "See the title." else f"How: {text}"
 
 
 def _command(name: str, command: click.Command, help_text: str) -> list[str]:

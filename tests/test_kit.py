@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from broken import plans
 from broken.catalogue import GATHERING, REPLICATED, SHARDED
 
 from mtb_core import ConfigError, StrategyInfo
+from mtb_core.registry.discovery import discover
 from mtb_core.testing import Capabilities, StrategyConformance
 from mtb_core.testing import lab as laboratory
-from mtb_core.testing.checking import all_checks, cases, run_case
+from mtb_core.testing.certificate import Certificate
+from mtb_core.testing.checking import Outcome, all_checks, cases, run_case
+from mtb_core.testing.checks.processes import watched
 from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab
+from mtb_core.testing.probes_processes import Leftovers
 from mtb_core.testing.stage import RankTrace
 from mtb_core.testing.states import Mismatch, assemble, equal_bitwise, equal_within
 
@@ -146,6 +152,56 @@ def test_declared_but_not_so() -> None:
         assert "fp32 only" in outcome.seen
     with Lab(info, world_sizes=(2,)) as lab:
         assert not lab.capabilities.bf16
+
+
+def test_declaration_without_a_plan_is_the_likely_mistake() -> None:
+    """A check that needs a plan which is refused says what is wrong with the declaration, not what it looks for."""
+    info = StrategyInfo("last-only", "Sums after the last micro-batch", "broken.right:Replicated", plans.last_only)
+    with Lab(info, capabilities=Capabilities(world_sizes=(2,), sync_modes=("every", "last"))) as lab:
+        outcomes = [run_case(lab, case) for case in cases((2,), ["discovery.capabilities", "sync.count"])]
+    assert [outcome.status for outcome in outcomes] == ["failed", "failed"]
+    (mistake,) = {outcome.mistake for outcome in outcomes}
+    assert mistake == outcomes[0].case.check.mistake
+    assert f"likely mistake: {mistake}\n" in outcomes[1].text
+    assert {row["mistake"] for row in Certificate(lab, outcomes).as_json()["checks"]} == {mistake}
+
+
+def test_failure_tells_how_it_was_looked_at() -> None:
+    """What a failure prints is complete: it names no page that an installed package lacks."""
+    (by_steps,) = cases((2,), ["processes.threads"])
+    (by_title,) = cases((2,), ["parity.losses"])
+    assert Outcome(by_steps, "failed").text.endswith(f"\n  how:            {by_steps.check.how}")
+    assert "how:" not in Outcome(by_title, "failed").text
+    assert not any("docs/" in Outcome(case, "failed").text for case in cases((2,)))
+
+
+def test_ranks_compute_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where several cores are a rank's own, no pool of torch's starts within the run and looks like the strategy's."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with Lab(discover().strategy("single"), world_sizes=(1,)) as lab:
+        (case,) = cases((1,), ["processes.threads"])
+        outcome = run_case(lab, case)
+        assert outcome.status == "passed", outcome.text
+        assert watched(lab, 1).result["environment"]["torch_threads"] == 1
+
+
+def test_threads_of_the_first_backward_are_not_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GPUs, torch starts threads at a process's first backward, to stay; they are there before the count."""
+    backward, over, started = torch.autograd.backward, threading.Event(), []
+
+    def first_starts_a_thread(*arguments: Any, **settings: Any) -> None:
+        if not started:
+            started.append(threading.Thread(target=over.wait, name="pt_autograd_0"))
+            started[0].start()
+        backward(*arguments, **settings)
+
+    monkeypatch.setattr(torch.autograd, "backward", first_starts_a_thread)
+    trace = RankTrace(0)
+    with Leftovers().around(trace):
+        torch.ones(1, requires_grad=True).sum().backward()
+    over.set()
+    started[0].join()
+    assert trace.notes["threads"] == {}
 
 
 def test_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Certificate:
         cause = likely_cause(self.outcomes)
         if cause is None or self.count("failed") == 1:
             return []
-        return [f"  begin at  {cause.case.name}; the other failures may follow from it: {cause.case.check.mistake}"]
+        return [f"  begin at  {cause.case.name}; the other failures may follow from it: {cause.mistake}"]
 
     def _skipped(self) -> list[tuple[str, str]]:
         found: dict[tuple[str, str], list[str]] = {}
@@ -130,7 +130,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "reason": outcome.reason or None,
         "expected": outcome.expected or None,
         "seen": outcome.seen or None,
-        "mistake": check.mistake if outcome.status == "failed" else None,
+        "mistake": outcome.mistake if outcome.status == "failed" else None,
         "page": check.page,
         "figures": dict(outcome.figures),
         "seconds": round(outcome.seconds, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -39,7 +40,9 @@ _BASICS = (
 )
 #: Modules whose import fills the list of checks.
 _MODULES = (*_GROUPS, "precision", "resuming", "holdings")
-#: The page that explains every check, relative to the documentation's root.
+#: What an author whose declaration has no plan has probably done, whichever check is the first to need that plan.
+OVERDECLARED = "the declaration promises more than the plan; change one of the two"
+#: The page that explains every check, in the repository.
 PAGE = "docs/reference/checks.md"
 
 CheckFunction = Callable[[Lab, int], Mapping[str, Any] | None]
@@ -72,6 +75,12 @@ class Check:
     function: CheckFunction
 
     @property
+    def how(self) -> str:
+        """How that is looked at: the docstring of its function; empty where the title says it."""
+        text = inspect.cleandoc(self.function.__doc__ or "")
+        return "" if text == "See the title." else text
+
+    @property
     def page(self) -> str:
         """Where the documentation explains it."""
         return f"{PAGE}#{self.name.replace('.', '')}"
@@ -96,6 +105,7 @@ class Outcome:
 
     Attributes:
         expected: with `seen`, what did not hold, where it failed.
+        mistake: what an author who fails here has probably done; that of the check, as far as nothing else is known.
         reason: why it was skipped.
         figures: what it measured.
     """
@@ -104,17 +114,23 @@ class Outcome:
     status: Status
     expected: str = ""
     seen: str = ""
+    mistake: str = attrs.field()
     reason: str = ""
     figures: Mapping[str, Any] = attrs.field(factory=dict)
     seconds: float = 0.0
+
+    @mistake.default
+    def _of_the_check(self) -> str:
+        return self.case.check.mistake
 
     @property
     def text(self) -> str:
         """A failure as a paragraph for the author."""
         check = self.case.check
+        how = " ".join(check.how.split())
         return (
             f"{self.case.name}: {check.title}\n  expected:       {self.expected}\n  seen:           {self.seen}\n"
-            f"  likely mistake: {check.mistake}\n  more:           {check.page}"
+            f"  likely mistake: {self.mistake}" + (f"\n  how:            {how}" if how else "")
         )
 
 
@@ -192,7 +208,12 @@ def run_case(lab: Lab, case: Case) -> Outcome:
         )
     except ConfigError as error:
         return Outcome(
-            case, "failed", expected="a plan for what was declared", seen=str(error), seconds=time.monotonic() - started
+            case,
+            "failed",
+            expected="a plan for what was declared",
+            seen=str(error),
+            mistake=OVERDECLARED,
+            seconds=time.monotonic() - started,
         )
     return Outcome(case, "passed", figures=figures or {}, seconds=time.monotonic() - started)
 

@@ -139,6 +139,8 @@ class _Nothing:
 
 @contextlib.contextmanager
 def _leftovers(trace: RankTrace) -> Iterator[None]:
+    # The first backward of a process has torch look for devices and start a thread for each GPU, to stay.
+    torch.zeros((), requires_grad=True).backward()
     before = _threads(), _files()
     yield
     _clear_caches_of_torch()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from mtb_core.ranks.worker import Worker
 from mtb_core.train.planning import Planned
@@ -41,7 +42,12 @@ class RankWork:
 
 
 def rank_of_episode(work: RankWork, worker: Worker) -> None:
-    """Train as core would, watched; the trace is written also where the run fails."""
+    """Train as core would, watched; the trace is written also where the run fails.
+
+    With one thread, whatever ``OMP_NUM_THREADS`` says: models are tiny, sums are added in the same order on every
+    machine, and torch starts no pool within the run, whose threads would look like left by the strategy.
+    """
+    torch.set_num_threads(1)
     debugged = work.debug is not None and work.debug.rank == worker.rank
     if work.debug is None:
         faulthandler.dump_traceback_later(work.deadline_s, exit=True, file=sys.stderr)

@@ -20,6 +20,11 @@ def sharded(options, config, world):
     return Plan(Layout((("dp", world.size),)), sharded=True)
 
 
+def last_only(options, config, world):
+    """A plan without sync mode "every"."""
+    return Plan(Layout((("dp", world.size),)), sync_modes=("last",))
+
+
 def without_bf16(options, config, world):
     """A plan for fp32."""
     if config.precision != "fp32":

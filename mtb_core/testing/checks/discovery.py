@@ -16,7 +16,7 @@ from mtb_core.api.strategy import Strategy
 from mtb_core.api.values import World
 from mtb_core.registry.entry_points import installed
 from mtb_core.registry.run_hooks import Hooks
-from mtb_core.testing.checking import check
+from mtb_core.testing.checking import OVERDECLARED, check
 from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab
 from mtb_core.testing.states import Mismatch
@@ -128,7 +128,7 @@ def plan(lab: Lab, ranks: int) -> None:
 @check(
     "discovery.capabilities",
     "What the author declares is what the plan says.",
-    mistake="the declaration promises more than the plan; change one of the two",
+    mistake=OVERDECLARED,
 )
 def capabilities(lab: Lab, ranks: int) -> None:
     """What a plan does not say (accumulation, clipping, bf16, ties) is checked by running it."""
