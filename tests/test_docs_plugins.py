@@ -1,5 +1,6 @@
-"""The plugin that docs/plugins.md builds works as the page says."""
+"""The plugin that docs/plugins.md builds works as the page says, and passes the tests that docs/conformance.md gives it."""
 
+import importlib
 import json
 import os
 import re
@@ -7,11 +8,18 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mtb_core.testing import StrategyConformance
+from mtb_core.testing.checking import cases, run_case
+from mtb_core.testing.lab import Lab
+
 PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
-_FILE = re.compile(r"^`(mtb_sumall/\S+)`\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TESTS_PAGE = PAGE.with_name("conformance.md")
+_WHOLE = re.MULTILINE | re.DOTALL
+_FILE = re.compile(r"^`(mtb_sumall/\S+)`\n\n```\w+\n(.*?)^```", _WHOLE)
 SMALL = "--steps 3 --warmup-steps 1 --d-model 16 --n-heads 2 --n-layers 1 --seq-length 16 --global-batch-size 8"
 
 
@@ -31,6 +39,11 @@ def site(tmp_path: Path) -> Path:
 
 
 def mtb(site: Path, *arguments: str) -> str:
+    """Standard output of `mtb`, which must succeed."""
+    return python(site, "mtb_core", *arguments, timeout_s=240)
+
+
+def python(site: Path, module: str, *arguments: str, timeout_s: float) -> str:
     """Standard output of a command that must succeed."""
     environment = {
         **os.environ,
@@ -39,9 +52,11 @@ def mtb(site: Path, *arguments: str) -> str:
         "MTB_STRICT_PLUGINS": "1",
         "XDG_CACHE_HOME": str(site),
     }
-    command = [sys.executable, "-m", "mtb_core", *arguments]
-    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(
+        command, cwd=site, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -69,3 +84,35 @@ def test_the_plugin_of_the_page_conforms(site: Path) -> None:
     document = json.loads(mtb(site, "plugins", "check", "sumall", "--nproc", "2", "--quiet", "--json", *chosen))
     assert document["failed"] == 0
     assert document["passed"] > 30
+
+
+def block_of_tests() -> str:
+    """The class with which docs/conformance.md has the plugin tested."""
+    (block,) = re.findall(
+        r"^```python\n(from mtb_core\.testing.*?)^```", TESTS_PAGE.read_text(encoding="utf-8"), _WHOLE
+    )
+    return block
+
+
+def test_the_tests_of_the_plugin_declare_what_it_plans(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two pages agree, at every number of ranks."""
+    monkeypatch.syspath_prepend(site)
+    (info,) = importlib.import_module("mtb_sumall.plugin").mtb_strategies()
+    names: dict[str, Any] = {}
+    exec(compile(block_of_tests(), TESTS_PAGE, "exec"), names)
+    tests: type[StrategyConformance] = names["TestSumAll"]
+    lab = Lab(info, tests.options, capabilities=tests.capabilities)
+    for case in cases(lab.world_sizes, ["discovery.plan", "discovery.capabilities"]):
+        outcome = run_case(lab, case)
+        assert outcome.status == "passed", outcome.text
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mtb_sumall"]:
+        del sys.modules[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_tests_of_the_plugin_pass(site: Path) -> None:
+    """Each check at each number of ranks becomes a test of the class, and nothing fails."""
+    (site / "test_sumall.py").write_text(block_of_tests())
+    told = python(site, "pytest", "-q", "-p", "no:cacheprovider", "test_sumall.py", timeout_s=1700)
+    assert re.search(r"^\d+ passed", told, re.MULTILINE), told
