@@ -181,7 +181,8 @@ def _launch(given: dict[str, Any]) -> Launch:
 def _shown(given: dict[str, Any]) -> dict[str, Any]:
     shown = {name: given.pop(name) for name in ("as_json", "output", "quiet", "debug")}
     if shown["output"] is not None:
-        check_output(shown["output"])
+        read = (given.get("counts"), given.get("data"))
+        check_output(shown["output"], inputs=[file for file in read if file is not None])
     return shown
 
 

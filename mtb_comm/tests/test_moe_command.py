@@ -96,6 +96,10 @@ def test_counts_of_an_earlier_result(capfd: pytest.CaptureFixture[str], tmp_path
     first = strict(run(capfd, "route", *TINY, *options, "--distribution", "zipf", "--output", str(file))[0])
     again = strict(run(capfd, "route", *TINY, *options, "--distribution", "counts", "--counts", str(file))[0])
     assert again["expert_token_counts"] == first["expert_token_counts"]
+    before = file.read_text()
+    assert main(["moe", "route", *TINY, "--distribution", "counts", "--counts", str(file), "--output", str(file)]) == 2
+    assert "this command reads it, and would replace it" in capfd.readouterr().err
+    assert file.read_text() == before
 
 
 def test_a_learned_router(capfd: pytest.CaptureFixture[str], tmp_path: Path):
