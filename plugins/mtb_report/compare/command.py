@@ -78,7 +78,7 @@ def compare(a: str, b: str, measure: bool, **given: Any) -> int:
     """
     gate = _gate(given["fail_if"])
     if given["output"] is not None:
-        check_output(given["output"])
+        check_output(given["output"], inputs=[a, b])
     sides = _measured(a, b, given) if measure else _read(a, b, given)
     return _report(sides, paired=measure, gate=gate, given=given)
 
