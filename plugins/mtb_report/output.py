@@ -8,7 +8,7 @@ from mtb_core import RunFailed
 
 
 def write_output(name: str, document: Any) -> None:
-    """Write `document` as JSON.
+    """Write `document` as JSON to the file `name`.
 
     Raises:
         RunFailed: it cannot be written by now.
@@ -19,6 +19,6 @@ def write_output(name: str, document: Any) -> None:
         write_json(name, document)
     except OSError as error:
         raise RunFailed(
-            f"--output {name} cannot be written: {error.strerror}. What was measured is where the run left it; the "
+            f"{name} cannot be written: {error.strerror}. What was measured is where the run left it; the "
             "command shows it anew."
         ) from error

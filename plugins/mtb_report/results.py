@@ -44,6 +44,8 @@ _TRAINING_STATUS = {"done": "success", "stopped": "partial", "interrupted": "par
 _PLAIN_STATUS = {"ok": "success", "success": "success", "recovered_exact": "success", "skipped": "partial"}
 #: Folders of a run that hold no results.
 _NO_RESULTS = {"metrics", "heartbeat", "logs", "trace", "hang", "rng"}
+#: Where a folder that is named has its result; a trial or cell has it one level below.
+_IN_FOLDER = ("result.json", "sweep.json", "comparison.json", "run/result.json")
 
 
 @attrs.frozen(kw_only=True)
@@ -111,7 +113,7 @@ class Found:
 
 
 def read_record(path: str | Path) -> Record:
-    """The result in a file, or in the ``result.json`` or ``sweep.json`` of a folder.
+    """The result in a file, or in a folder: of a run, a sweep, a ``compare --run`` or one of its trials.
 
     Raises:
         ConfigError: it cannot be read, or is not the JSON of a result.
@@ -284,10 +286,10 @@ def _status(raw: Mapping[str, Any]) -> str | None:
 def _file_of(path: Path) -> Path:
     if not path.is_dir():
         return path
-    for name in ("result.json", "sweep.json"):
+    for name in _IN_FOLDER:
         if (path / name).is_file():
             return path / name
-    raise ConfigError(f"{path} holds neither result.json nor sweep.json; give a run's folder or a result file.")
+    raise ConfigError(f"{path} holds none of {', '.join(_IN_FOLDER)}; give a run's folder or a result file.")
 
 
 def _json_files(folder: Path) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from mtb_core import ConfigError, provenance
 from mtb_report.results import Record
 from mtb_report.wording import by_kind, console
 
-from .unlike import NUMERICS, PLACE, SETTING, WORK, Difference, differences
+from .metrics import METRICS
+from .unlike import NUMERICS, PLACE, SETTING, WORK, Difference, differences, shown
 from .verdict import UNDETERMINED, compare_trials
 
 SCHEMA_VERSION = 1
@@ -35,7 +37,6 @@ def make_document(
     *,
     paired: bool,
     metric: str,
-    lower_is_better: bool,
     confidence: float,
     allow_unlike: bool,
     argv: Sequence[str],
@@ -43,7 +44,7 @@ def make_document(
     """The comparison of the trials of A with those of B.
 
     Raises:
-        ConfigError: A and B did other work, and that was not allowed; or a figure cannot be compared.
+        ConfigError: A and B did other work, and that was not allowed; or their figures cannot be compared.
     """
     a, b = sides[0][0], sides[1][0]
     unlike = differences(a, b)
@@ -53,9 +54,10 @@ def make_document(
             f"A and B did other work, so that their times cannot be compared (A | B): {'; '.join(map(str, deciding))}. "
             "Compare runs of the same model, data and global batch, or say --allow-unlike."
         )
+    kind = _memory_kind(a, b) if metric == "max_memory_mib" else None
     trials, missing = _pairs(sides, metric) if paired else _unpaired(sides, metric)
     try:
-        found = compare_trials(*trials, paired=paired, lower_is_better=lower_is_better, confidence=confidence)
+        found = compare_trials(*trials, paired=paired, metric=METRICS[metric], confidence=confidence)
     except ValueError as error:
         raise ConfigError(f"--metric {metric} cannot be compared: {error}. Choose another one.") from error
     return {
@@ -65,7 +67,7 @@ def make_document(
         "performance_valid": _all_valid([*sides[0], *sides[1]]),
         "performance_invalid_reasons": [*_invalid("A", sides[0]), *_invalid("B", sides[1])],
         "warnings": _warnings(sides),
-        "ratio_of": "speed of B over speed of A",
+        "ratio_of": "{0} of B over {0} of A".format(METRICS[metric].quantity),
         "ratio": found.ratio,
         "confidence": found.confidence,
         "ratio_interval": None if found.low is None else [found.low, found.high],
@@ -73,7 +75,7 @@ def make_document(
         "n": list(found.n),
         "method": found.method,
         "seen_from_percent": None if found.seen_from is None else found.seen_from * 100,
-        "notes": [n for n in (found.note, missing, None if paired else _APART_IN_TIME) if n],
+        "notes": [n for n in (found.note, missing, kind, None if paired else _APART_IN_TIME) if n],
         "a": _side(sides[0], trials[0]),
         "b": _side(sides[1], trials[1]),
         "differences": [attrs.asdict(d) for d in unlike],
@@ -86,6 +88,23 @@ _APART_IN_TIME = (
     "A and B were not measured in turns: a change of the machine between them is not in the interval; compare --run "
     "has it in"
 )
+
+
+_MEMORY_KINDS = {
+    "process_rss": "memory is the peak resident set of the fullest rank's process: of a small model most of it is "
+    "libraries, so that a ratio near 1 says little of the strategies",
+    "cuda_allocated": "memory is the peak of what torch had allocated on the fullest rank's GPU",
+}
+
+
+def _memory_kind(a: Record, b: Record) -> str:
+    """What memory means in both; where it is not the same, they cannot be compared."""
+    kinds = a.get("memory_kind"), b.get("memory_kind")
+    if kinds[0] != kinds[1] and None not in kinds:
+        raise ConfigError(
+            f"Memory of A is {kinds[0]}, and of B {kinds[1]}, which is not the same thing. Compare runs on one device."
+        )
+    return _MEMORY_KINDS.get(kinds[0] or kinds[1] or "", "a file does not say what its memory is of")
 
 
 def _pairs(sides: tuple[Sequence[Record], Sequence[Record]], metric: str) -> tuple[list[list[float]], str | None]:
@@ -122,6 +141,8 @@ def _side(records: Sequence[Record], trials: Sequence[float]) -> dict[str, Any]:
         "label": first.label,
         "files": [{"path": _relative(r.path), "digest": r.digest} for r in records],
         "trials": list(trials),
+        "mean": statistics.fmean(trials) if trials else None,
+        "std": statistics.stdev(trials) if len(trials) > 1 else None,
         "performance_valid": _all_valid(records),
         "performance_invalid_reasons": list(
             dict.fromkeys(reason for r in records for reason in r.performance_invalid_reasons)
@@ -161,13 +182,9 @@ def _warnings(sides: tuple[Sequence[Record], Sequence[Record]]) -> list[str]:
 
 
 def change_of(document: Mapping[str, Any], what: str) -> float | None:
-    """By how much B is `what`, "slower" or "faster", as a fraction; None where there is no ratio.
-
-    The speed of the faster one over that of the slower one, less 1: at step times of 100 and 103 ms B is 3% slower, and
-    A compared with B is 3% faster.
-    """
+    """By how much B is `what`, a verdict, as a fraction, see `Metric.change`; None where there is no ratio."""
     ratio = document["ratio"]
-    return None if ratio is None else 1 / ratio - 1 if what == "slower" else ratio - 1
+    return None if ratio is None else METRICS[document["metric"]].change(ratio, what)
 
 
 def judge(document: Mapping[str, Any], what: str, least: float) -> str | None:
@@ -185,8 +202,8 @@ def judge(document: Mapping[str, Any], what: str, least: float) -> str | None:
     if document["verdict"] == what and change is not None and change >= least:
         low, high = document["ratio_interval"]
         return (
-            f"B is {what} than A by {change:.1%}, and --fail-if allows less than {least:.1%} (ratio of speeds "
-            f"{document['ratio']:.4f}, {document['confidence']:.0%} interval {low:.4f} to {high:.4f}).{doubt}"
+            f"B is {what} than A by {change:.1%}, and --fail-if allows less than {least:.1%} "
+            f"({document['ratio_of']}: {document['ratio']:.4f}, {document['confidence']:.0%} interval {low:.4f} to {high:.4f}).{doubt}"
         )
     return None
 
@@ -212,18 +229,23 @@ def show(document: Mapping[str, Any]) -> None:
     out.print("   ".join((*sides, document["metric"])), markup=False)
     invalid = document["performance_valid"] is False
     if invalid:
-        out.print("[bold]Not valid[/bold] as measurements of speed, and so neither is the verdict:")
+        out.print("[bold]Not valid[/bold] as measurements of performance, and so neither is the verdict:")
         for text in document["performance_invalid_reasons"]:
             out.print(f"  {text}", markup=False)
     for text in document["warnings"]:
         out.print(f"Warning: {text}.", markup=False)
+    metric = METRICS[document["metric"]]
+    for side in (s for s in "AB" if document[s.lower()]["mean"] is not None):
+        mean, std = document[side.lower()]["mean"], document[side.lower()]["std"]
+        of = "one trial" if std is None else "mean ± standard deviation of the trials"
+        out.print(f"{side}: {metric.shown(mean, std)} ({of})", markup=False)
     if document["ratio"] is not None:
-        line = f"B's speed is {document['ratio']:.4f} times A's"
+        line = f"B's {metric.quantity} is {document['ratio']:.4f} times A's"
         if document["ratio_interval"] is not None:
             low, high = document["ratio_interval"]
             line += f", {document['confidence']:.0%} interval {_ratio(low)} to {_ratio(high)}"
         out.print(line + f" ({document['method']})")
-    out.print(f"Verdict{', of times that are not valid' if invalid else ''}: [bold]{document['verdict']}[/bold]")
+    out.print(f"Verdict{', of measurements that are not valid' if invalid else ''}: [bold]{document['verdict']}[/bold]")
     if document["seen_from_percent"] is not None:
         out.print(f"With this spread and so many trials, {_seen(document['seen_from_percent'])}.")
     for text in document["notes"]:
@@ -247,9 +269,5 @@ def _seen(percent: float) -> str:
 def _differences_table(rows: Sequence[Difference]) -> Table:
     table = Table("what", "A", "B", "kind", title="In what A and B are unlike", title_justify="left")
     for row in rows:
-        table.add_row(row.name, _cell(row.a), _cell(row.b), _GROUPS[row.group])
+        table.add_row(row.name, shown(row.a), shown(row.b), _GROUPS[row.group])
     return table
-
-
-def _cell(value: Any) -> str:
-    return "not known" if value is None else str(value)

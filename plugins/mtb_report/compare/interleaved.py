@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mtb_core import ConfigError, RunFailed, load_config
-from mtb_report.results import Record
+from mtb_report.results import Record, read_record
 from mtb_report.training import Attempt, train
 
 from .unlike import WORK_KEYS
@@ -67,6 +67,25 @@ def measure_pairs(
             sides[side].append(_measured(attempt, side, pair))
             on_progress(f"pair {pair + 1} of {pairs}, {side.upper()}: {attempt.seconds:.1f} s")
     return sides["a"], sides["b"]
+
+
+def read_pairs(folder: Path) -> tuple[list[Record], list[Record]]:
+    """The trials that `measure_pairs` left in `folder`, A's and B's in the order of the pairs.
+
+    Raises:
+        ConfigError: it holds no pairs, or one without both results.
+    """
+    pairs = sorted(folder.glob("pair_*"))
+    if not pairs:
+        raise ConfigError(
+            f"{folder} holds no trials of compare --run, and there is no B. Name two results, or the folder of a --run."
+        )
+    for result in (pair / side / "run" / "result.json" for pair in pairs for side in "ab"):
+        if not result.is_file():
+            raise ConfigError(
+                f"{result} is not there: measuring ended early. Remove {result.parents[2]} to compare the other pairs."
+            )
+    return [read_record(pair / "a") for pair in pairs], [read_record(pair / "b") for pair in pairs]
 
 
 def _measured(attempt: Attempt, side: str, pair: int) -> Record:

@@ -46,7 +46,8 @@ class Difference:
 
     Attributes:
         group: `WORK`, `NUMERICS`, `PLACE` or `SETTING`.
-        name: the key, with dots inside tables.
+        name: the key, with dots inside tables. Of unlike strategies the options are one difference, whose values are
+            both tables: what one strategy has no option for is nothing that its file does not say.
         a, b: the values; None where a file does not say.
     """
 
@@ -61,7 +62,7 @@ class Difference:
         return self.group == WORK and self.a is not None and self.b is not None
 
     def __str__(self) -> str:
-        return f"{self.name}: {_shown(self.a)} | {_shown(self.b)}"
+        return f"{self.name}: {shown(self.a)} | {shown(self.b)}"
 
 
 def differences(a: Record, b: Record) -> list[Difference]:
@@ -70,7 +71,9 @@ def differences(a: Record, b: Record) -> list[Difference]:
     groups = ((WORK, WORK_KEYS), (NUMERICS, NUMERICS_KEYS), (PLACE, _DEVICE), (SETTING, _SETTINGS))
     for group, names in groups:
         for name in names:
-            out += _unlike(group, name, _value(a, name), _value(b, name))
+            pair = _value(a, name), _value(b, name)
+            whole = name == "strategy_options" and _value(a, "strategy") != _value(b, "strategy")
+            out += [Difference(group, name, *pair)] if whole and pair[0] != pair[1] else _unlike(group, name, *pair)
     configs = [r.get("config") or {} for r in (a, b)]
     if all(configs):  # older files have none: what one of two does not say at all is no difference
         known = {*_ELSEWHERE, *(name for _, names in groups for name in names)}
@@ -107,5 +110,8 @@ def _unlike(group: str, name: str, a: Any, b: Any) -> Iterator[Difference]:
         yield Difference(group, name, a, b)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of a difference, for people."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={'none' if x is None else x}" for key, x in value.items()) or "none"
     return "not known" if value is None else str(value)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from .metrics import Metric
 from .student import quantile
 
 CONFIDENCE = 0.98
@@ -27,7 +28,7 @@ _MOST_EXPONENT = 700.0
 #: A standard error of logarithms that rounding alone makes.
 _NO_SPREAD = 1e-12
 
-FASTER, SLOWER, NO_DIFFERENCE, UNDETERMINED = "faster", "slower", "no difference seen", "undetermined"
+NO_DIFFERENCE, UNDETERMINED = "no difference seen", "undetermined"
 
 
 @attrs.frozen
@@ -35,10 +36,10 @@ class Comparison:
     """B against A.
 
     Attributes:
-        ratio: how many times as fast as A B is, by the geometric means of the trials; above 1, B is faster. None where
-            a side has no trial.
+        ratio: how many times as fast as A B is, by the geometric means of the trials; above 1, B is faster. Of memory,
+            how many times as much B takes. None where a side has no trial.
         low, high: its confidence interval; None where there is none.
-        verdict: on B: "faster", "slower", "no difference seen" or "undetermined".
+        verdict: on B: `Metric.more` or `Metric.less`, "no difference seen" or "undetermined".
         n: trials of A and of B.
         method: the test, in words.
         seen_from: the smallest change, as a fraction, that this number of trials with this spread would show in 80%
@@ -62,10 +63,10 @@ def compare_trials(
     b: Sequence[float],
     *,
     paired: bool,
-    lower_is_better: bool,
+    metric: Metric,
     confidence: float = CONFIDENCE,
 ) -> Comparison:
-    """Compare the trials `a` of A with those of B, `b`, of a figure that is positive.
+    """Compare the trials `a` of A with those of B, `b`, of the figure `metric`, which is positive.
 
     Raises:
         ValueError: a figure that is not positive and finite, or pairs that are not complete.
@@ -79,7 +80,7 @@ def compare_trials(
     n = (len(a), len(b))
     if not a or not b:
         return Comparison(None, None, None, UNDETERMINED, n, confidence, method, None, "a side has no such figure")
-    sign = -1.0 if lower_is_better else 1.0
+    sign = -1.0 if metric.inverse else 1.0
     left, right = [sign * math.log(x) for x in a], [sign * math.log(x) for x in b]
     effect = statistics.fmean(right) - statistics.fmean(left)
     if min(n) < 2:
@@ -89,16 +90,26 @@ def compare_trials(
         )
         return Comparison(_exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
     error, degrees = _paired(left, right) if paired else _welch(left, right)
+    if error < _NO_SPREAD and metric.repeats_exactly:
+        ratio = _exp(effect)
+        reason = "the trials of a side are all equal, as memory may be: the interval has no width"
+        return Comparison(ratio, ratio, ratio, _verdict(metric, effect, effect), n, confidence, method, None, reason)
     if error < _NO_SPREAD:
         reason = "the trials have no spread at all, which is not how measurements look: they may be copies of one measurement"
         return Comparison(_exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
     half = quantile((1 + confidence) / 2, degrees) * error
     low, high = effect - half, effect + half
-    verdict = FASTER if low > 0 else SLOWER if high < 0 else NO_DIFFERENCE
+    verdict = _verdict(metric, low, high)
     seen_from = _exp(half + quantile(POWER, degrees) * error) - 1
-    equal = [name for name, side in (("A", a), ("B", b)) if not paired and len(set(side)) == 1]
+    copies = not paired and not metric.repeats_exactly
+    equal = [name for name, side in (("A", a), ("B", b)) if copies and len(set(side)) == 1]
     note = f"all trials of {equal[0]} are equal, which is not how measurements look" if equal else None
     return Comparison(_exp(effect), _exp(low), _exp(high), verdict, n, confidence, method, seen_from, note)
+
+
+def _verdict(metric: Metric, low: float, high: float) -> str:
+    """Of an interval of the ratio's logarithm; one as narrow as rounding is 0 where it is next to 0."""
+    return metric.more if low > _NO_SPREAD else metric.less if high < -_NO_SPREAD else NO_DIFFERENCE
 
 
 def _exp(x: float) -> float:

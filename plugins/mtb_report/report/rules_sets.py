@@ -76,8 +76,9 @@ def comparison(record: Record) -> Iterator[Finding]:
         sure = ""
         if interval and confidence:
             sure = f" ({confidence:.0%} confidence: {interval[0]:.3f} to {interval[1]:.3f})"
-        doubt = ", of times that are not valid" if record.performance_valid is False else ""
-        yield Finding("meaning", "ratio", f"B has {ratio:.3f} times the speed of A{sure}. Verdict{doubt}: {verdict}.")
+        doubt = ", of measurements that are not valid" if record.performance_valid is False else ""
+        of = "peak memory" if record.get("metric") == "max_memory_mib" else "speed"
+        yield Finding("meaning", "ratio", f"B has {ratio:.3f} times the {of} of A{sure}. Verdict{doubt}: {verdict}.")
     if seen is not None:
         yield Finding(
             "meaning", "seen-from", f"A difference from {seen:.1f}% on would have been seen with these trials."

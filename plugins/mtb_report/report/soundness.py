@@ -35,6 +35,8 @@ _NUMBERS = {
     "drop_rate",
     "load_imbalance_ratio",
     "communication_share",
+    "mean",
+    "std",
 }
 #: Likewise an object.
 _OBJECTS = {

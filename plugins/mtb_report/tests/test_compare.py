@@ -17,9 +17,13 @@ from click.testing import CliRunner, Result
 from mtb_core import CheckFailed, ConfigError, RunFailed
 from mtb_report.compare.command import compare
 from mtb_report.compare.document import make_document
+from mtb_report.compare.metrics import METRICS
 from mtb_report.compare.student import cdf, quantile
 from mtb_report.compare.verdict import compare_trials
 from mtb_report.results import read_record
+from mtb_report.training import Attempt
+
+TIME, SPEED, MEMORY = (METRICS[name] for name in ("step_time_ms", "tokens_per_sec", "max_memory_mib"))
 
 #: Step times (ms) of 40 trials of one tiny training in a row, as measured on a loaded machine of two cores: skewed, and
 #: each like the one before it.
@@ -65,7 +69,7 @@ def test_a_thing_against_itself_has_few_false_verdicts(n: int, interleaved: bool
     verdicts = []
     for _ in range(1000):
         a, b = draw(rng, n, interleaved)
-        verdicts.append(compare_trials(a, b, paired=interleaved, lower_is_better=True).verdict)
+        verdicts.append(compare_trials(a, b, paired=interleaved, metric=TIME).verdict)
     assert sum(v != "no difference seen" for v in verdicts) <= 50
 
 
@@ -76,37 +80,37 @@ def test_what_is_said_to_be_seen_is_seen(paired: bool) -> None:
     sizes = []
     for _ in range(400):
         a, b = ([math.exp(rng.gauss(0, 0.02)) for _ in range(8)] for _ in range(2))
-        sizes.append(compare_trials(a, b, paired=paired, lower_is_better=False).seen_from)
+        sizes.append(compare_trials(a, b, paired=paired, metric=SPEED).seen_from)
     effect = 1 + sorted(sizes)[200]
     right = 0
     for _ in range(400):
         a = [math.exp(rng.gauss(0, 0.02)) for _ in range(8)]
         b = [effect * math.exp(rng.gauss(0, 0.02)) for _ in range(8)]
-        right += compare_trials(a, b, paired=paired, lower_is_better=False).verdict == "faster"
+        right += compare_trials(a, b, paired=paired, metric=SPEED).verdict == "faster"
     assert 0.7 < right / 400 < 0.9
 
 
 def test_direction_and_ratio() -> None:
     """Half the step time is twice the speed; fewer tokens a second are slower."""
-    found = compare_trials([2.0, 2.02, 1.98], [1.0, 1.01, 0.99], paired=False, lower_is_better=True)
+    found = compare_trials([2.0, 2.02, 1.98], [1.0, 1.01, 0.99], paired=False, metric=TIME)
     assert found.ratio == pytest.approx(2.0, rel=1e-3)
     assert found.verdict == "faster"
     assert found.low < 2.0 < found.high
-    assert compare_trials([2.0, 2.02], [1.0, 1.02], paired=True, lower_is_better=False).verdict == "slower"
+    assert compare_trials([2.0, 2.02], [1.0, 1.02], paired=True, metric=SPEED).verdict == "slower"
 
 
 def test_pairs_take_out_what_both_share() -> None:
     """A drift that both halves of a pair have hides nothing; unpaired, it does."""
     drift = [1.0, 1.3, 0.8, 1.6, 1.1]
     a, b = drift, [1.05 * d * (1 + 0.001 * i) for i, d in enumerate(drift)]
-    assert compare_trials(a, b, paired=True, lower_is_better=False).verdict == "faster"
-    assert compare_trials(a, b, paired=False, lower_is_better=False).verdict == "no difference seen"
+    assert compare_trials(a, b, paired=True, metric=SPEED).verdict == "faster"
+    assert compare_trials(a, b, paired=False, metric=SPEED).verdict == "no difference seen"
 
 
 def test_welch_is_as_published() -> None:
     """Standard error and degrees of freedom of Welch's test for unlike spreads, worked out by hand."""
     a, b = [math.exp(x) for x in (0.0, 2.0)], [math.exp(x) for x in (5.0, 5.2, 5.4)]
-    found = compare_trials(a, b, paired=False, lower_is_better=False, confidence=0.95)
+    found = compare_trials(a, b, paired=False, metric=SPEED, confidence=0.95)
     error = math.sqrt(2 / 2 + 0.04 / 3)
     degrees = (1 + 0.04 / 3) ** 2 / (1 / 1 + (0.04 / 3) ** 2 / 2)
     assert math.log(found.high / found.low) / 2 == pytest.approx(quantile(0.975, degrees) * error)
@@ -114,7 +118,7 @@ def test_welch_is_as_published() -> None:
 
 def test_one_trial_is_undetermined() -> None:
     """One trial of a side gives a ratio, no interval, and no verdict."""
-    found = compare_trials([1.0], [2.0, 2.0], paired=False, lower_is_better=False)
+    found = compare_trials([1.0], [2.0, 2.0], paired=False, metric=SPEED)
     assert (found.ratio, found.low, found.seen_from) == (2.0, None, None)
     assert found.verdict == "undetermined"
 
@@ -123,7 +127,7 @@ def test_one_trial_is_undetermined() -> None:
 def test_figures_without_a_ratio_are_refused(value: float) -> None:
     """Only positive, finite figures have a ratio."""
     with pytest.raises(ValueError, match="positive"):
-        compare_trials([1.0, value], [1.0, 1.0], paired=False, lower_is_better=False)
+        compare_trials([1.0, value], [1.0, 1.0], paired=False, metric=SPEED)
 
 
 def result(path: Path, times: list[float], **more: Any) -> str:
@@ -200,6 +204,19 @@ def test_each_difference_is_listed(tmp_path: Path, change: dict[str, Any], name:
     assert name in invoke(a, b).stdout
 
 
+def test_options_of_unlike_strategies_are_one_difference(tmp_path: Path) -> None:
+    """An option that the other strategy has not is nothing that a file does not say."""
+    a = result(tmp_path / "a.json", [10.0, 10.1], strategy_options={"bucket_cap_mb": 25, "comm_hook": None})
+    b = result(tmp_path / "b.json", [10.0, 10.1], strategy="single", strategy_options={})
+    got = document(a, b)["differences"]
+    assert [d["name"] for d in got] == ["strategy", "strategy_options"]
+    assert (got[1]["a"], got[1]["b"]) == ({"bucket_cap_mb": 25, "comm_hook": None}, {})
+    said = invoke(a, b).stdout
+    assert "bucket_cap_mb=25, comm_hook=none" in said
+    assert "not known" not in said
+    assert "None" not in said
+
+
 @pytest.mark.parametrize(
     "change", [{"parameters": 2000}, {"global_batch_size": 16}, {"config": {"model": "gpt", "d_model": 32}}]
 )
@@ -223,9 +240,7 @@ def test_a_pair_without_a_figure_is_left_out_as_a_whole(tmp_path: Path) -> None:
         ]
         for side, all_ in times.items()
     )
-    got = make_document(
-        sides, paired=True, metric="step_time_ms", lower_is_better=True, confidence=0.9, allow_unlike=True, argv=["mtb"]
-    )
+    got = make_document(sides, paired=True, metric="step_time_ms", confidence=0.9, allow_unlike=True, argv=["mtb"])
     assert (got["a"]["trials"], got["b"]["trials"]) == ([20.0, 30.0], [22.0, 33.0])
     assert got["ratio"] == pytest.approx(1 / 1.1)
     assert "left out: 2 of 4 pairs" in got["notes"][-1]
@@ -248,7 +263,7 @@ def test_invalid_performance_is_said_before_the_verdict(tmp_path: Path, side: st
     assert keys.index("performance_valid") < keys.index("verdict")
     said = invoke(*words).stdout
     assert said.index(f"{side}: load 9") < said.index("Verdict")
-    assert "Verdict, of times that are not valid" in said
+    assert "Verdict, of measurements that are not valid" in said
     done = invoke(*words, "--fail-if", "slower:1%" if side == "B" else "faster:1%")
     assert isinstance(done.exception, CheckFailed)
     assert f"Not valid: {side}: load 9" in str(done.exception)
@@ -276,7 +291,7 @@ def test_a_broken_training_is_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("paired", [True, False])
 def test_trials_without_any_spread_are_undetermined(paired: bool) -> None:
     """An interval of no width would make any difference sure; real trials are never equal to the last bit."""
-    found = compare_trials([10.0] * 3, [10.001] * 3, paired=paired, lower_is_better=True)
+    found = compare_trials([10.0] * 3, [10.001] * 3, paired=paired, metric=TIME)
     assert (found.verdict, found.low, found.seen_from) == ("undetermined", None, None)
     assert "copies" in found.note
 
@@ -342,6 +357,71 @@ def test_gate_needs_a_verdict(tmp_path: Path) -> None:
     assert "--repeat" in str(done.exception)
 
 
+def test_figures_of_both_sides_are_shown(tmp_path: Path) -> None:
+    """Mean, standard deviation of the sample, and unit, a line for each side; one trial has no deviation."""
+    a = result(tmp_path / "a.json", [10.0, 11.0, 12.0])
+    b = result(tmp_path / "b.json", [5.0])
+    got = document(a, b, "--metric", "step_time_ms")
+    assert (got["a"]["mean"], got["a"]["std"]) == (11.0, 1.0)
+    assert (got["b"]["mean"], got["b"]["std"]) == (5.0, None)
+    said = invoke(a, b, "--metric", "step_time_ms").stdout
+    assert "A: 11.00 ± 1.00 ms (mean ± standard deviation of the trials)" in said
+    assert "B: 5.000 ms (one trial)" in said
+    assert "A: 91.41 ± 8.34 tokens/s" in invoke(a, b).stdout
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        (12345.6, 78.9, "12,346 ± 79 MiB"),
+        (253.1, 0.02, "253.10 ± 0.02 MiB"),
+        (0.012345, None, "0.01235 MiB"),
+        (0.0, 0.0, "0.000 ± 0.000 MiB"),
+    ],
+)
+def test_figures_are_shown_with_four_digits(mean: float, std: float | None, expected: str) -> None:
+    """The mean's; the deviation has as many places, and shows at least one digit."""
+    assert MEMORY.shown(mean, std) == expected
+
+
+def memory(path: Path, sizes: list[float], kind: str | None = "process_rss") -> str:
+    rows = [{"max_memory_mib": size, "tokens_per_sec": 1.0} for size in sizes]
+    return result(path, [], repeats=rows, memory_kind=kind)
+
+
+def test_memory_is_larger_or_smaller(tmp_path: Path) -> None:
+    """The ratio is of the memory itself, the verdict in its words, and what the memory is of is said."""
+    a, b = memory(tmp_path / "a.json", [100.0, 101.0, 99.0]), memory(tmp_path / "b.json", [80.0, 81.0, 79.0])
+    got = document(a, b, "--metric", "max_memory_mib")
+    assert (got["verdict"], got["ratio_of"]) == ("smaller", "peak memory of B over peak memory of A")
+    assert got["ratio"] == pytest.approx(0.8, rel=1e-3)
+    assert any("resident set" in note for note in got["notes"])
+    assert document(b, a, "--metric", "max_memory_mib")["verdict"] == "larger"
+    assert "B's peak memory is 0.8000 times A's" in invoke(a, b, "--metric", "max_memory_mib").stdout
+    gate = document(a, b, "--metric", "max_memory_mib", "--fail-if", "smaller:50%")["gate"]
+    assert gate["change_percent"] == pytest.approx(20, rel=1e-2)
+    done = invoke(b, a, "--metric", "max_memory_mib", "--fail-if", "larger:20%")
+    assert isinstance(done.exception, CheckFailed)
+    assert "B is larger than A by 25" in str(done.exception)
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(100.0, "no difference seen"), (101.0, "larger"), (99.0, "smaller")])
+@pytest.mark.parametrize("paired", [True, False])
+def test_memory_repeats_exactly(size: float, verdict: str, paired: bool) -> None:
+    """An allocator's peaks are equal in all trials: then a difference is one, however small."""
+    found = compare_trials([100.0] * 3, [size] * 3, paired=paired, metric=MEMORY)
+    assert (found.verdict, found.seen_from) == (verdict, None)
+    assert found.low == found.high == pytest.approx(size / 100)
+
+
+def test_memory_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """A resident set and an allocator's peak have no ratio, also where unlike sides are allowed."""
+    a, b = memory(tmp_path / "a.json", [1.0, 1.1]), memory(tmp_path / "b.json", [1.0, 1.1], "cuda_allocated")
+    error = invoke(a, b, "--metric", "max_memory_mib", "--allow-unlike").exception
+    assert isinstance(error, ConfigError)
+    assert "process_rss, and of B cuda_allocated" in str(error)
+
+
 @pytest.mark.parametrize("value", ["abc", True, 10**400, [1.0]])
 def test_a_figure_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
     """With the file and the value; a truth is no figure of 1."""
@@ -360,6 +440,10 @@ def test_wrong_usage_is_refused(tmp_path: Path) -> None:
     oom.write_text(json.dumps({"benchmark": "training", "status": "oom", "repeats": [{"tokens_per_sec": 1.0}]}))
     for words in (
         (a, a, "--fail-if", "slower"),
+        (a, a, "--fail-if", "larger:3%"),
+        (a, a, "--fail-if", "slower:3%", "--metric", "max_memory_mib"),
+        (a,),
+        ("--run", "a.toml"),
         (a, failed),
         (a, str(oom)),
         (a, a, "--run-dir", "x"),
@@ -440,3 +524,54 @@ def test_two_configurations_are_measured_in_turns(tmp_path: Path) -> None:
     assert got["method"].startswith("paired")
     assert [d["name"] for d in got["differences"] if d["group"] != "place"] == ["seed"]
     assert len(list((tmp_path / "out").glob("pair_*/[ab]/run/result.json"))) == 4
+    assert json.loads((tmp_path / "out/comparison.json").read_text()) == got
+
+
+def measured(folder: Path, times: dict[str, list[float]]) -> str:
+    """A folder as --run leaves it."""
+    for side, all_ in times.items():
+        for pair, time in enumerate(all_):
+            place = folder / f"pair_{pair:03d}" / side / "run"
+            place.mkdir(parents=True)
+            result(place / "result.json", [time], step_time_ms=time)
+    return str(folder)
+
+
+def test_trials_of_an_earlier_run_are_compared_again(tmp_path: Path) -> None:
+    """In their pairs, by any metric, without measuring; one half alone is refused with what to do."""
+    folder = measured(tmp_path / "out", {"a": [10.0, 20.0, 30.0], "b": [11.0, 22.0, 33.3]})
+    got = document(folder, "--metric", "step_time_ms")
+    assert (got["a"]["trials"], got["b"]["trials"]) == ([10.0, 20.0, 30.0], [11.0, 22.0, 33.3])
+    assert (got["verdict"], got["method"]) == ("slower", "paired t test of log-ratios")
+    (tmp_path / "out/pair_002/b/run/result.json").unlink()
+    error = invoke(folder).exception
+    assert isinstance(error, ConfigError)
+    assert "Remove" in str(error)
+    assert "pair_002" in str(error)
+
+
+def test_a_gate_that_fails_loses_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--run leaves comparison.json in its folder, the verdict being what it may."""
+    times = iter([10.0, 20.0, 10.1, 20.1])
+
+    def train(folder: Path, *_words: Any, **_more: Any) -> Attempt:
+        folder.mkdir(parents=True)
+        record = read_record(result(folder / "result.json", [next(times)]))
+        return Attempt(
+            status="success",
+            failure_type=None,
+            reason=None,
+            exit_code=0,
+            command="",
+            log_digest="",
+            seconds=1.0,
+            result=record,
+        )
+
+    monkeypatch.setattr("mtb_report.compare.interleaved.train", train)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("d_model = 16\n")
+    words = ("--run", "a.toml", "a.toml", "--pairs", "2", "--run-dir", "out", "--fail-if", "slower:3%")
+    assert isinstance(invoke(*words).exception, CheckFailed)
+    got = read_record("out")
+    assert (got.get("verdict"), got.get("gate")["passed"]) == ("slower", False)

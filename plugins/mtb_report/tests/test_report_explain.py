@@ -459,7 +459,7 @@ def test_a_comparison_that_is_not_valid_says_so_with_its_verdict() -> None:
     """A verdict of disturbed times is not told as one of good times."""
     raw = json.loads((SAMPLES / "newer/compare.json").read_text())
     said = rules({**raw, "performance_valid": False, "performance_invalid_reasons": ["A: load 9"]})
-    assert "Verdict, of times that are not valid: faster." in said["ratio"]
+    assert "Verdict, of measurements that are not valid: faster." in said["ratio"]
     assert "A: load 9" in said["not-valid"]
 
 

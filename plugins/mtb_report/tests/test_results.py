@@ -54,6 +54,13 @@ def test_older_training_has_todays_names_and_units(tmp_path: Path) -> None:
     assert any("MiB" in note for note in record.conversions)
 
 
+@pytest.mark.parametrize("name", ["result.json", "sweep.json", "comparison.json", "run/result.json"])
+def test_a_folder_is_read_by_its_result(tmp_path: Path, name: str) -> None:
+    """Of a run, a sweep and a comparison; a trial of `compare --run` and a cell of a sweep have it one level below."""
+    write(tmp_path / "x" / name, **older_training())
+    assert read_record(tmp_path / "x").path == tmp_path / "x" / name
+
+
 def test_older_spread_is_made_the_samples(tmp_path: Path) -> None:
     """The file's population deviation is kept by name; today's is the sample's, from the trials."""
     spread = read_record(write(tmp_path / "a.json", **older_training())).summary["step_time_ms"]

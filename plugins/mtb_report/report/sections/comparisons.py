@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mtb_report.compare.metrics import METRICS
+from mtb_report.compare.unlike import shown
 from mtb_report.report import cells
 from mtb_report.report.blocks import Block, Cell, Column, Listing, Section, Table
 from mtb_report.report.naming import Named
@@ -29,6 +31,8 @@ def section(rows: Sequence[Named]) -> Section | None:
                 cells.text(a.get("label")),
                 cells.text(b.get("label")),
                 cells.text(values.get("metric")),
+                _unless_invalid(a, b, _mean(values.get("metric"), a)),
+                _unless_invalid(a, b, _mean(values.get("metric"), b)),
                 _unless_invalid(a, b, cells.number(values.get("ratio"), ".4f")),
                 _unless_invalid(a, b, cells.number(low, ".4f")),
                 _unless_invalid(a, b, cells.number(high, ".4f")),
@@ -39,11 +43,25 @@ def section(rows: Sequence[Named]) -> Section | None:
         )
         said += [f"{row.name}: {text}" for text in (*_texts(values, "warnings"), *_texts(values, "notes"))]
         unlike = [d for d in values.get("differences") or () if isinstance(d, Mapping)]
-        said += [f"{row.name}: {d.get('name')} differs: {d.get('a')} and {d.get('b')}" for d in unlike]
-    titles = ["Comparison", "A", "B", "Figure", "Ratio", "CI low", "CI high", "Seen from", "Trials", "Verdict"]
-    numeric = {"Ratio", "CI low", "CI high", "Seen from"}
+        said += [f"{row.name}: {d.get('name')} differs: {shown(d.get('a'))} and {shown(d.get('b'))}" for d in unlike]
+    titles = [
+        "Comparison",
+        "A",
+        "B",
+        "Figure",
+        "Mean of A",
+        "Mean of B",
+        "Ratio",
+        "CI low",
+        "CI high",
+        "Seen from",
+        "Trials",
+        "Verdict",
+    ]
+    numeric = {"Mean of A", "Mean of B", "Ratio", "CI low", "CI high", "Seen from"}
     notes = [
-        "Ratio: speed of B over speed of A, above 1 is faster. Seen from: the smallest effect that these trials would show."
+        "Means are ± the standard deviation of the trials. Seen from: the smallest effect that these trials would show.",
+        "Ratio: speed of B over speed of A, above 1 is faster; of memory, that of B over that of A.",
     ]
     blocks: list[Block] = [Table("B against A", [Column(t, numeric=t in numeric) for t in titles], out, notes=notes)]
     return Section("comparisons", "Comparisons", [*blocks, *([Listing(said)] if said else [])])
@@ -52,6 +70,13 @@ def section(rows: Sequence[Named]) -> Section | None:
 def _side(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = values.get(name)
     return found if isinstance(found, Mapping) else {}
+
+
+def _mean(metric: Any, side: Mapping[str, Any]) -> Cell:
+    mean, std = side.get("mean"), side.get("std")
+    if metric not in METRICS or mean is None:
+        return cells.UNKNOWN
+    return Cell(METRICS[metric].shown(mean, std), mean)
 
 
 def _unless_invalid(a: Mapping[str, Any], b: Mapping[str, Any], cell: Cell) -> Cell:
