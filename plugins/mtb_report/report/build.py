@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import attrs
+
 from mtb_report.results import Found, Record
 
-from .blocks import Cell, Column, Fact, Report, Section, Table
-from .cells import plural
+from .blocks import Block, Cell, Column, Fact, Report, Section, Table, Text
+from .cells import NOT_VALID, plural
 from .naming import Named, named
 from .scaling import work_of
 from .sections import (
@@ -81,7 +83,28 @@ def build(found: Found, title: str) -> Report:
 
 
 def _sections(rows: Sequence[Named]) -> list[Section]:
-    return [section for make in _SECTIONS if (section := make(rows)) is not None]
+    made = [section for make in _SECTIONS if (section := make(rows)) is not None]
+    return [attrs.evolve(section, blocks=[_without_dashes(block) for block in section.blocks]) for section in made]
+
+
+def _without_dashes(block: Block) -> Block:
+    """A table without the columns in which no row has a valid measurement, and a note that names them."""
+    if not isinstance(block, Table) or not block.rows:
+        return block
+    left_out = [i for i in range(len(block.columns)) if all(row[i] is NOT_VALID for row in block.rows)]
+    if not left_out:
+        return block
+    titles = ", ".join(block.columns[i].title for i in left_out)
+    note = f"no row is a valid measurement (see Comparability), so these columns are left out: {titles}."
+    if len(left_out) >= len(block.columns) - 1:
+        return Text(f"{block.caption}: {note}")
+    kept = [i for i in range(len(block.columns)) if i not in left_out]
+    return Table(
+        block.caption,
+        [block.columns[i] for i in kept],
+        [[row[i] for i in kept] for row in block.rows],
+        notes=[*block.notes, note[0].upper() + note[1:]],
+    )
 
 
 def _alone(record: Record) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtb_report.report.blocks import Listing, Plot, Report, Section, Table
+from mtb_report.report.blocks import Listing, Plot, Report, Section, Table, Text
 from mtb_report.report.build import build
 from mtb_report.report.markdown import markdown
 from mtb_report.report.terminal import terminal
@@ -119,8 +119,8 @@ PHASES = ("gate", "dispatch", "expert", "backward", "forward and backward", "Com
         ("newer/moe.json", "moe", PHASES, ("Slots dropped", "Imbalance", "Padding", "Bytes", "Check")),
     ],
 )
-def test_other_kinds_have_dashes_too(file: str, name: str, titles: Any, kept: Any) -> None:
-    """Collectives and routing that are not valid: - for every time and rate, and no plot of them; the rest stays.
+def test_other_kinds_show_no_figure_either(file: str, name: str, titles: Any, kept: Any) -> None:
+    """Collectives and routing that are not valid: no column of a time or rate, and no plot of them; the rest stays.
 
     Where a file does not say whether it is valid its figures are shown.
     """
@@ -138,7 +138,7 @@ def test_other_kinds_have_dashes_too(file: str, name: str, titles: Any, kept: An
         }
         plots[valid] = [block.title for block in blocks if isinstance(block, Plot)]
     for title in titles:
-        assert cells[False][title] == {"-"}, title
+        assert title not in cells[False], title
         assert "-" not in cells[None][title], title
     for title in kept:
         assert cells[False][title] == cells[None][title]
@@ -146,11 +146,11 @@ def test_other_kinds_have_dashes_too(file: str, name: str, titles: Any, kept: An
     assert plots[None]
 
 
-def test_megatron_rows_without_validity_are_dashes() -> None:
+def test_megatron_rows_without_validity_show_no_figure() -> None:
     """A compatibility run shows what it was, not how fast."""
     made = report("older/megatron/records/tp1_pp2.json")
-    for title in ("Tokens/s", "Step ms", "Memory MiB"):
-        assert column(made, "megatron", "Configurations", title) == ["-"]
+    titles = {c.title for c in table(made, "megatron", "Configurations").columns}
+    assert not titles & {"Tokens/s", "Step ms", "Memory MiB"}
     assert column(made, "megatron", "Configurations", "Status") == ["success"]
 
 
@@ -328,7 +328,38 @@ def test_a_comparison_of_an_invalid_side_shows_no_ratio() -> None:
     made = build(Found([found.records[0], bad], []), "x")
     assert column(made, "comparisons", "B against A", "Ratio") == ["1.0500", "-"]
     assert column(made, "comparisons", "B against A", "CI low") == ["1.0200", "-"]
+    assert column(made, "comparisons", "B against A", "Mean of A") == ["2.000 ± 0.100 ms", "-"]
     assert "strategy differs: ddp and fsdp" in markdown(made)
+
+
+def test_columns_without_a_valid_row_are_left_out() -> None:
+    """Where no row is valid, tables name the columns that they lack, and a table of nothing else is one sentence."""
+    made = report("newer/busy-w2")
+    found = table(made, "training", "Throughput and scaling")
+    assert [c.title for c in found.columns] == ["Run", "Ranks", "Loss", "Outcome", "Valid"]
+    assert len(found.notes) == 1
+    assert found.notes[0].endswith("left out: Tokens/s, per rank, Step ms, Efficiency, Memory MiB.")
+    said = [b.text for b in section(made, "training").blocks if isinstance(b, Text)]
+    assert any(text.startswith("Where a step's time goes: no row is a valid measurement") for text in said)
+    assert "result.json" in table(made, "comparability", "Not valid as measurements of performance").notes[1]
+
+
+def test_trials_of_a_comparison_are_not_called_single(tmp_path: Path) -> None:
+    """The noise of runs that are pairs of one comparison is known, where its document is among the results."""
+    raw = json.loads((SAMPLES / "newer/single-w1/result.json").read_text())
+    raw = {**raw, "repeats": raw["repeats"][:1], "summary": {}}
+    for place in ("pair_000/a", "pair_000/b", "pair_001/a", "pair_001/b"):
+        (tmp_path / place / "run").mkdir(parents=True)
+        (tmp_path / place / "run/result.json").write_text(json.dumps({**raw, "seed": len(list(tmp_path.rglob("*")))}))
+    said = "The noise of 4 training runs is not known"
+    assert said in markdown(build(find_records([tmp_path]), "x"))
+    digests = {r.path.parents[1].name: [] for r in find_records([tmp_path]).records}
+    for record in find_records([tmp_path]).records:
+        digests[record.path.parents[1].name].append({"path": "x", "digest": record.digest})
+    compared = json.loads((SAMPLES / "newer/compare.json").read_text())
+    sides = {side: {**compared[side], "files": digests[side]} for side in "ab"}
+    (tmp_path / "comparison.json").write_text(json.dumps({**compared, **sides}))
+    assert "noise" not in markdown(build(find_records([tmp_path]), "x"))
 
 
 def test_failures_name_the_first_cause() -> None:

@@ -49,7 +49,7 @@ def section(rows: Sequence[Named]) -> Section | None:
     """Warnings; None where there is nothing to warn of."""
     measured = [row for row in rows if row.record.kind in _PERFORMANCE_KINDS]
     blocks: list[Block] = []
-    found = [*_differences(measured), *_gaps(measured)]
+    found = [*_differences(measured), *_gaps(measured, _compared(rows))]
     if found:
         blocks += [
             Text("Before rows of one table are set side by side:"),
@@ -87,7 +87,14 @@ def _shown(value: Any) -> str:
     return "unknown" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _gaps(rows: Sequence[Named]) -> list[str]:
+def _compared(rows: Sequence[Named]) -> set[str]:
+    """The digests of results that are one of several trials of a comparison, which knows their noise."""
+    sides = [row.record.get(side) for row in rows if row.record.kind == "comparison" for side in ("a", "b")]
+    files = [side["files"] for side in sides if isinstance(side, dict) and isinstance(side.get("files"), list)]
+    return {str(file["digest"]) for of in files if len(of) > 1 for file in of if isinstance(file, dict)}
+
+
+def _gaps(rows: Sequence[Named], compared: set[str]) -> list[str]:
     out = []
     unknown = sum(row.record.performance_valid is None for row in rows)
     if unknown:
@@ -110,7 +117,7 @@ def _gaps(rows: Sequence[Named]) -> list[str]:
             "mean, and what is saved of it, mean little"
         )
     timed = [row.record for row in rows if row.record.kind == "training" and row.record.get("tokens_per_sec")]
-    once = sum(interval(record, "tokens_per_sec") is None for record in timed)
+    once = sum(interval(r, "tokens_per_sec") is None and r.digest not in compared for r in timed)
     if once:
         out.append(
             f"The noise of {plural(once, 'training run')} is not known: there is one trial, or not the figures of several"
@@ -131,6 +138,7 @@ def _invalid(rows: Sequence[Named]) -> Table:
             for row in rows
         ],
         notes=[
-            "In the other tables these rows have - in every column of performance: time, throughput, bandwidth, memory."
+            "In the other tables these rows have - in every column of performance: time, throughput, bandwidth, memory.",
+            "Columns without any other value are left out. Raw values: in each result's file (result.json of a run's folder).",
         ],
     )

@@ -68,10 +68,11 @@ def _throughput(runs: Sequence[Named], records: Sequence[Record]) -> Table:
         Column("Outcome"),
         Column("Valid"),
     ]
-    notes = [EFFICIENCY, _RATE, _TIMES]
+    invalid = [r.performance_valid is False for r in records]
+    notes = [] if all(invalid) else [EFFICIENCY, _RATE, _TIMES]
     shares = [scaling.efficiency(r, records).value or 0.0 for r in records if r.performance_valid is not False]
     notes += [_ABOVE] if max(shares, default=0.0) > 1 else []
-    notes += [INVALID] if any(r.performance_valid is False for r in records) else []
+    notes += [INVALID] if any(invalid) and not all(invalid) else []
     return Table("Throughput and scaling", columns, [_throughput_row(row, records) for row in runs], notes=notes)
 
 
