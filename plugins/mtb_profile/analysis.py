@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -52,12 +52,38 @@ class CollectiveRow:
         return None if self.algbw is None or factor is None else self.algbw * factor
 
 
+@attrs.frozen
+class Parts:
+    """Disjoint parts of a rank's time, ns, that sum to it.
+
+    Attributes:
+        transfer: exposed communication, without waiting.
+        waiting: exposed communication while another rank had not come.
+        data: idle in the data phase.
+        host: idle otherwise.
+    """
+
+    compute: int
+    transfer: int
+    waiting: int
+    memory: int
+    data: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """All of the time."""
+        return sum(attrs.astuple(self))
+
+
 @attrs.frozen(eq=False)
 class RankAnalysis:
     """One rank, seen through the window; times in ns.
 
     Attributes:
         steps: by the step's number.
+        parts: of the window.
+        step_parts: by the step's number; of a device, a step lasts from the end of the one before to its own.
         own: own time by phase, by step: see `mtb_profile.phases.own_time`.
         idle_by_phase: sums to ``times.idle``.
         waiting: exposed communication in which the rank waited for others to come.
@@ -67,6 +93,8 @@ class RankAnalysis:
     view: View
     times: Times
     steps: dict[int, Times]
+    parts: Parts
+    step_parts: dict[int, Parts]
     own: dict[int, dict[str, int]]
     idle_by_phase: dict[str, int]
     forward_compute: int
@@ -86,6 +114,7 @@ class Analysis:
     """All ranks together.
 
     Attributes:
+        suspects: ranks that would be stragglers if chance did not explain it as well.
         shifts: by how much clocks were moved to agree, ns, by rank.
         notes: what a reader must know to judge the figures.
     """
@@ -94,6 +123,7 @@ class Analysis:
     matching: Matching
     arrivals: list[Arrivals]
     stragglers: list[Straggler]
+    suspects: list[Straggler]
     shifts: dict[int, int]
     notes: list[str]
 
@@ -133,13 +163,19 @@ def analyze(paths: Sequence[Path], window: Window | None = None) -> Analysis:
     matching = match(views)
     phases = {v.trace.rank: find_phases(v.trace, v.steps.steps) for v in views}
     ranks = [_rank(view, matching, phases[view.trace.rank]) for view in views]
-    stragglers = find_stragglers(
-        {r.rank: r.own for r in ranks},
+    slow = find_stragglers(
+        {r.rank: _comparable(r) for r in ranks},
         {r.rank: {n: t.compute for n, t in r.steps.items()} for r in ranks},
         {r.rank: {s.number: s.end - s.start for s in r.view.steps.steps} for r in ranks},
     )
     return Analysis(
-        ranks, matching, arrivals(views, matching, phases), stragglers, shifts, _notes(views, window, matching, shifts)
+        ranks,
+        matching,
+        arrivals(views, matching, phases),
+        [s for s in slow if s.certain],
+        [s for s in slow if not s.certain],
+        shifts,
+        _notes(views, window, matching, shifts),
     )
 
 
@@ -165,6 +201,8 @@ def _rank(view: View, matching: Matching, phases: Phases) -> RankAnalysis:
     mine = [m for m in matching.matched if rank in m.members]
     exposed = done.exposed
     waiting = exposed & union([m.members[rank].start for m in mine], [_until(m, rank) for m in mine])
+    idle, in_data = _idle_by_phase(view, done, phases)
+    part_of = _divide(done, waiting, in_data)
     p2p = [c for c in view.trace.collectives if c.operation in kinds.POINT_TO_POINT]
     in_p2p = (exposed & union([c.start for c in p2p], [c.end for c in p2p])) - waiting
     steps = {s.number: step_activity(view, s) for s in view.steps.steps}
@@ -172,8 +210,10 @@ def _rank(view: View, matching: Matching, phases: Phases) -> RankAnalysis:
         view=view,
         times=done.times(),
         steps={number: each.times() for number, each in steps.items()},
+        parts=part_of(done.span),
+        step_parts={number: part_of(span) for number, span in _step_spans(view, done).items()},
         own={s.number: own_time(view, s, steps[s.number], phases) for s in view.steps.steps},
-        idle_by_phase=_idle_by_phase(view, done, phases),
+        idle_by_phase=idle,
         forward_compute=_forward_compute(view, done, phases),
         collectives=_rows(view, mine),
         waiting=waiting.total,
@@ -182,29 +222,69 @@ def _rank(view: View, matching: Matching, phases: Phases) -> RankAnalysis:
     )
 
 
+def _comparable(rank: RankAnalysis) -> dict[int, dict[str, int]]:
+    """Own time of the steps of which all is known: how long a device idled before its first one no trace tells."""
+    first = 1 if rank.view.trace.on_device and len(rank.own) > 1 else 0
+    return dict(sorted(rank.own.items())[first:])
+
+
 def _until(matched: Matched, rank: int) -> int:
     own = matched.members[rank]
     return own.start + matched.waiting(rank)
 
 
-def _idle_by_phase(view: View, done: Activity, phases: Phases) -> dict[str, int]:
-    """Idle time by the phase that should have given work: of a device, the phase of the work that came next."""
+def _idle_by_phase(view: View, done: Activity, phases: Phases) -> tuple[dict[str, int], Spans]:
+    """How long it idled by the phase that should have given work, and when it did in the data phase.
+
+    Of a device, idling is the phase's whose work came next.
+    """
     out: dict[str, int] = {}
     if view.trace.on_device:
         work = view.work
         order = np.argsort(work.start, kind="stable")
         start, end = work.start[order], np.maximum.accumulate(work.end[order])
-        gap = np.maximum(start[1:] - end[:-1], 0)
-        late = np.flatnonzero(gap)
+        late = np.flatnonzero(start[1:] > end[:-1])
+        starts, ends = end[:-1][late], start[1:][late]
         names = phases.all_at(issue_times(view.trace, work)[order][1:][late])
-        for name, length in zip(names, gap[late].tolist(), strict=True):
+        for name, length in zip(names, (ends - starts).tolist(), strict=True):
             out[name] = out.get(name, 0) + length
-        return out
+        data = [i for i, name in enumerate(names) if name == "data"]
+        return out, union(starts[data], ends[data])
     idle = done.span - (done.compute | done.communication)
     for name, length in zip(phases.names, idle.within(phases.starts, phases.ends).tolist(), strict=True):
         out[name] = out.get(name, 0) + length
     out[OTHER] = out.get(OTHER, 0) + idle.total - sum(out.values())
-    return {name: length for name, length in out.items() if length}
+    data = [i for i, name in enumerate(phases.names) if name == "data"]
+    in_data = idle & union(phases.starts[data], phases.ends[data])
+    return {name: length for name, length in out.items() if length}, in_data
+
+
+def _divide(done: Activity, waiting: Spans, data: Spans) -> Callable[[Spans], Parts]:
+    """What gives the parts of any times within the window."""
+    transfer = done.exposed - waiting
+    busy = done.compute | done.communication
+    memory = done.memory - busy
+    host = done.span - (busy | memory | data)
+    sets = (done.compute, transfer, waiting, memory, data, host)
+    return lambda span: Parts(*(int(part.within(span.starts, span.ends).sum()) for part in sets))
+
+
+def _step_spans(view: View, done: Activity) -> dict[int, Spans]:
+    """The times of each step, by its number, without those in which nothing is.
+
+    Of a device a step ends with the last of its work, and begins where the one before ended.
+    """
+    if not view.trace.on_device:
+        return {s.number: union([s.start], [s.end]) for s in view.steps.steps}
+    issued = issue_times(view.trace, view.work)
+    reached = int(done.span.starts[0]) if len(done.span.starts) else 0
+    out = {}
+    for step in view.steps.steps:
+        ends = view.work.end[(issued >= step.start) & (issued < step.end)]
+        if len(ends) and int(ends.max()) > reached:
+            out[step.number] = union([reached], [int(ends.max())])
+            reached = int(ends.max())
+    return out
 
 
 def _forward_compute(view: View, done: Activity, phases: Phases) -> int:

@@ -15,6 +15,7 @@ from mtb_core import ConfigError, check_output, dumps, write_json
 from .analysis import Analysis, analyze
 from .document import document
 from .losses import Losses, Work, find_losses
+from .setting import Setting, setting_of
 from .tables import analysis_tables, show
 from .timeline import as_svg, as_text, find_timeline
 from .verdict import Verdict, judge
@@ -34,6 +35,7 @@ class Wanted:
     timeline: bool = False
     step: int | None = None
     svg: Path | None = None
+    setting: Setting = attrs.field(factory=Setting)
 
 
 @attrs.frozen(eq=False)
@@ -71,7 +73,7 @@ def find(paths: Sequence[Path], wanted: Wanted) -> Found:
         timeline = as_text(chosen) if wanted.timeline else None
         if wanted.svg is not None:
             write_text(wanted.svg, as_svg(chosen), "--svg")
-    return Found(analysis, judge(analysis), losses, timeline)
+    return Found(analysis, judge(analysis, wanted.setting), losses, timeline)
 
 
 def write_text(path: Path, text: str, option: str) -> None:
@@ -140,8 +142,9 @@ def analyze_command(
     for option, file in (("--output", output), ("--svg", svg)):
         if file is not None:
             check_output(file, option, inputs=paths)
-    work = _work(paths, flops_per_step, peak_tflops)
-    wanted = Wanted(window, mfu, work, show_collectives, step, svg)
+    result = _result_of(paths[0]) if len(paths) == 1 else {}
+    work = _work(result, flops_per_step, peak_tflops)
+    wanted = Wanted(window, mfu, work, show_collectives, step, svg, setting_of(result))
     found = find(find_traces(paths), wanted)
     if output is not None:
         try:
@@ -180,9 +183,8 @@ def _in_folder(folder: Path) -> list[Path]:
     raise ConfigError(f"The folder {folder} holds no trace; valid: files *.json or *.json.gz in Chrome's trace format.")
 
 
-def _work(paths: Sequence[Path], flops_per_step: float | None, peak_tflops: float | None) -> Work:
+def _work(result: dict[str, Any], flops_per_step: float | None, peak_tflops: float | None) -> Work:
     """What a step had to do: as given, or as the run's own result says."""
-    result = _result_of(paths[0]) if len(paths) == 1 else {}
     work = work_of(result)
     return attrs.evolve(
         work,

@@ -26,12 +26,14 @@ def document(analysis: Analysis, verdict: Verdict, losses: Losses | None = None)
         "step_time_us": {str(number): round(ns / 1e3, 3) for number, ns in analysis.step_times.items()},
         "arrivals": [_arrivals(a) for a in analysis.arrivals],
         "stragglers": [_straggler(s) for s in analysis.stragglers],
+        "suspects": [_straggler(s) for s in analysis.suspects],
         "matched_collectives": len(analysis.matching.matched),
         "unmatched_collectives": dict(analysis.matching.unmatched),
         "clock_shift_us": {str(rank): ns / 1e3 for rank, ns in analysis.shifts.items()},
         "verdict": verdict.bound,
         "verdict_text": verdict.text,
         "evidence": verdict.evidence,
+        "uncertain_because": verdict.uncertain_because,
         "advice": verdict.advice,
         "notes": analysis.notes,
     }
@@ -118,4 +120,5 @@ def _straggler(row: Straggler) -> dict[str, Any]:
         "share_of_step": row.share,
         "slower_steps": row.slower,
         "steps": row.steps,
+        "chance": row.chance,
     }

@@ -25,6 +25,7 @@ from mtb_core import (
 )
 
 from .schedule import Schedule
+from .setting import NOT_VALID, setting_of
 
 if TYPE_CHECKING:
     from mtb_core import Result
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from .analyze_command import Found
 
 _SHOWN_OPERATORS = 10
-#: Why a profiled run's times are no measurement.
-NOT_VALID = "profiled: torch.profiler slows every operator, so the times are not those of a training"
 
 
 def _run(
@@ -116,7 +115,8 @@ def _analysis(folder: Path | None, result: Result, *, mfu: bool, timeline: bool)
     if folder is None:
         return None
     svg = folder / "trace" / "collectives.svg" if timeline else None
-    wanted = Wanted(mfu=mfu, work=work_of(result.to_json()), timeline=timeline, svg=svg)
+    told = result.to_json()
+    wanted = Wanted(mfu=mfu, work=work_of(told), timeline=timeline, svg=svg, setting=setting_of(told))
     return find(find_traces([folder]), wanted)
 
 
@@ -159,7 +159,7 @@ def _own_options() -> list[click.Parameter]:
         GroupedOption(["--quiet"], is_flag=True, help="No progress on stderr."),
         steps("--profile-wait", 1, "Steps that pass before the profiler starts."),
         steps("--profile-warmup", 1, "Steps that the profiler sees but forgets: it is slow at first."),
-        steps("--profile-active", 3, "Steps that are recorded."),
+        steps("--profile-active", 10, "Steps that are recorded; of few, a verdict is rarely sure."),
         GroupedOption(["--memory-timeline"], is_flag=True, help="Record allocations too: RUN/trace/memory/."),
         GroupedOption(
             ["--show-collectives"],

@@ -20,7 +20,7 @@ class Schedule:
 
     wait: int = 1
     warmup: int = 1
-    active: int = 3
+    active: int = 10
     memory: bool = False
 
     def __attrs_post_init__(self) -> None:

@@ -45,6 +45,9 @@ def analysis_tables(analysis: Analysis, verdict: Verdict, losses: Losses | None)
     parts += [Text(f"note: {note}") for note in analysis.notes]
     parts.append(Text(f"\nVerdict: {verdict.bound}. {verdict.text}", style="bold"))
     parts += [Text(f"- {line}") for line in verdict.evidence]
+    if verdict.uncertain_because:
+        parts.append(Text("What makes this uncertain:"))
+        parts += [Text(f"- {line}") for line in verdict.uncertain_because]
     parts.append(Text("What to try:"))
     parts += [Text(f"- {line}") for line in verdict.advice]
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -82,6 +83,33 @@ def test_a_straggler_is_constant_and_matters():
     assert find(fast, fast, [50, 50, 50, 990]) == []
     assert find([50] * 5, [50] * 5, [80, 80, 80, 40, 40]) == []
     assert find(fast) == []
+
+
+def _slow(own):
+    """Stragglers and suspects among ranks with these own times, a list of one phase's for each."""
+    ranks = {r: dict(enumerate(steps)) for r, steps in enumerate(own)}
+    times = {r: {s: {"forward": t} for s, t in steps.items()} for r, steps in ranks.items()}
+    length = {r: dict.fromkeys(steps, 100) for r, steps in ranks.items()}
+    found = find_stragglers(times, ranks, length)
+    return [s.rank for s in found if s.certain], [s.rank for s in found if not s.certain]
+
+
+def test_few_unsteady_steps_are_no_proof():
+    """Slower in all of a few steps that differ much is met by chance; in many it is not, whatever the distribution."""
+    steady, unsteady = [50] * 10, [60, 190, 75, 58, 80, 65, 120, 70, 62, 90]
+    assert _slow([steady[:3], unsteady[:3]]) == ([], [1])
+    assert _slow([steady[:6], unsteady[:6]]) == ([], [1])
+    assert _slow([steady, unsteady]) == ([1], [])
+    assert _slow([steady[:2], [60, 60]]) == ([1], [])
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 2), (2, 3), (2, 10), (8, 3), (8, 10)])
+def test_equal_ranks_that_are_disturbed_have_no_straggler(ranks, steps):
+    """In at most one of twenty runs of equal ranks, each disturbed at random, one of them is named."""
+    draw = random.Random(ranks * 100 + steps)
+    runs = [_slow([[draw.lognormvariate(4, 0.5) for _ in range(steps)] for _ in range(ranks)]) for _ in range(400)]
+    assert sum(bool(certain) for certain, _ in runs) <= 20
+    assert steps == 10 or sum(bool(suspects) for _, suspects in runs) > 20
 
 
 def test_waiting_inside_a_phase_is_not_the_phase(tracing, tmp_path):

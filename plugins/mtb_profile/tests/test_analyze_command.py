@@ -95,6 +95,15 @@ def test_what_the_run_had_to_do(folder):
     assert next(x["ms"] for x in losses["losses"] if x["name"] == "recomputation") == 0
 
 
+def test_the_run_s_conditions(folder):
+    """What its result says of other programs and load is printed beside the verdict."""
+    reason = "other processes used 31% of the machine's cores meanwhile"
+    assert "What makes this uncertain" not in invoke(folder).stdout
+    (folder / "result.json").write_text(json.dumps({"performance_invalid_reasons": [reason]}))
+    assert f"What makes this uncertain:\n- {reason}\n" in invoke(folder).stdout
+    assert json.loads(invoke(folder, "--json").stdout)["uncertain_because"] == [reason]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

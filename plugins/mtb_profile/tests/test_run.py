@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from mtb_core import ConfigError
 from mtb_profile import plugin
 from mtb_profile.command import profile
-from mtb_profile.run_command import NOT_VALID
+from mtb_profile.setting import NOT_VALID
 
 HERE = Path(__file__).parent
 SMALL = ["--vocab-size", "64", "--d-model", "16", "--n-layers", "1", "--seq-length", "8", "--batch-size", "2"]
@@ -47,7 +47,9 @@ def test_what_is_written(tmp_path):
     """Traces that any viewer opens, without this machine's name; a result that is no measurement; the analysis in it."""
     output = tmp_path / "out.json"
     folder = tmp_path / "run"
-    document = profiled(folder, *SMALL, "--memory-timeline", "--show-collectives", "--output", output)
+    document = profiled(
+        folder, *SMALL, "--profile-active", 3, "--memory-timeline", "--show-collectives", "--output", output
+    )
     assert (document["benchmark"], document["exit_reason"], document["performance_valid"]) == ("profile", "done", False)
     assert document["performance_invalid_reasons"][0] == NOT_VALID
     assert document["steps"] == 5
@@ -60,6 +62,9 @@ def test_what_is_written(tmp_path):
     assert set(found["ranks"][0]["own_time_us"]["3"]) == {"data", "forward", "backward", "optimizer", "other"}
     assert found["matched_collectives"] == 6
     assert found["unmatched_collectives"] == {}
+    told = [reason for reason in document["performance_invalid_reasons"] if reason != NOT_VALID]
+    assert found["uncertain_because"] == told
+    assert "only 5 measured steps in a trial, fewer than 10" in told
     assert any(row["name"].startswith("aten::") for row in found["operators"])
     assert (folder / "trace" / "collectives.svg").read_text().startswith("<svg")
     for rank in (0, 1):
@@ -155,7 +160,7 @@ def test_a_run_that_fails(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "3"], "--steps is 3, but the profile needs 5"),
+        (["--steps", "3"], "--steps is 3, but the profile needs 12"),
         (["--repeat", "2"], "--repeat is 2, but a profile is of one trial"),
         (["--until-step", "9"], "--until-step 9 is set"),
         (["--profile-active", "0"], "--profile-active is 0; it must be at least 1"),
@@ -176,7 +181,7 @@ def test_exit_code_of_a_refusal(tmp_path):
     """Wrong usage is exit code 2, with nothing on stdout."""
     done = mtb("profile", "--steps", "3", "--run-dir", tmp_path / "run")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "the profile needs 5" in done.stderr
+    assert "the profile needs 12" in done.stderr
 
 
 def test_no_timed_run_is_profiled():

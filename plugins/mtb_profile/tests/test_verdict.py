@@ -6,6 +6,7 @@ import pytest
 
 from mtb_profile.analysis import analyze
 from mtb_profile.document import document
+from mtb_profile.setting import NOT_VALID, setting_of
 from mtb_profile.verdict import judge, shares
 
 
@@ -38,6 +39,82 @@ def test_bounds(tracing, tmp_path, bound, trace):
     assert found.bound == bound
     assert found.evidence
     assert found.advice
+
+
+def varied(tracing, folder, reduces, wait=0):
+    """Steps of 1000 µs of a device with an all-reduce of different lengths."""
+    t = tracing.Trace(world_size=1)
+    for number, reduce in enumerate(reduces):
+        at = number * 1000
+        t.step(number, at, 1000).mark("forward", at, 20).kernel("first", at, 1, launch=at + 21)
+        t.kernel("gemm", at + wait, 1000 - wait - reduce, launch=at + 10)
+        t.nccl("allreduce", at + 1000 - reduce, reduce, launch=at + 30)
+    return analyze([t.write(folder / "t.json")])
+
+
+@pytest.mark.parametrize(
+    ("reduces", "wait", "bound", "text"),
+    [
+        (
+            [100, 120, 140],
+            0,
+            "undetermined",
+            "Communication that no computation hides takes 12% of the time, and from 15%",
+        ),
+        ([160, 400, 100], 0, "undetermined", "3 steps that differ as these do cannot tell on which side of that it is"),
+        ([100, 110, 120, 110, 100, 120], 0, "compute-bound", "Computation fills 89%"),
+        ([400, 390, 410], 0, "communication-bound", "takes 40% of the time"),
+        (
+            [400, 300, 350],
+            330,
+            "undetermined",
+            "takes 35% of the time, other idling 33%: 3 steps that differ as these do",
+        ),
+        ([400, 600, 10, 10], 0, "undetermined", "Communication"),
+    ],
+)
+def test_a_margin_within_the_spread_is_none(tracing, tmp_path, reduces, wait, bound, text):
+    """A loss bounds the run, or does not, only where the steps' spread leaves no doubt; otherwise both are named."""
+    found = judge(varied(tracing, tmp_path, reduces, wait))
+    assert found.bound == bound
+    assert text in found.text
+
+
+def two_hosts(tracing, folder, own):
+    """Two ranks whose forward takes longer by `own` µs, a pair for each step."""
+    traces, at = (tracing.Trace(0), tracing.Trace(1)), 0.0
+    for number, more in enumerate(own):
+        ends = [
+            tracing.host_step(t, number, at, sleep=float(more[r]), late=float(max(more) - more[r]))
+            for r, t in enumerate(traces)
+        ]
+        at = max(ends) + 5
+    return analyze([t.write(folder / f"rank_{r}.json") for r, t in enumerate(traces)])
+
+
+def test_a_rank_that_chance_explains_too(tracing, tmp_path):
+    """It is no straggler, and neither communication is to blame: the evidence names it, with the probability."""
+    analysis = two_hosts(tracing, tmp_path, [(0, 40), (0, 150), (0, 70)])
+    found = judge(analysis)
+    assert (found.bound, analysis.stragglers) == ("undetermined", [])
+    assert [s.rank for s in analysis.suspects] == [1]
+    assert "A rank seems to hold the others up" in found.text
+    assert any("3 of 3 steps" in line and "Chance may show as much" in line for line in found.evidence)
+
+
+def test_what_the_run_tells_of_its_conditions(tracing, tmp_path):
+    """Why its times are uncertain stands beside the verdict; advice about machines is for runs on several."""
+    analysis = two_hosts(tracing, tmp_path, [(0, 40)] * 3)
+    result = {
+        "config": {"nnodes": "1", "nproc": 2}, "world_size": 2,
+        "performance_invalid_reasons": [NOT_VALID, "the machine was loaded before: load average 9.0 on 2 cores"],
+    }  # fmt: skip
+    found = judge(analysis, setting_of(result))
+    assert found.uncertain_because == result["performance_invalid_reasons"][1:]
+    assert found.advice[0].startswith("All ranks share one machine")
+    for elsewhere in ({}, {**result, "config": {"nnodes": "2", "nproc": 1}}, {"performance_invalid_reasons": "?"}):
+        assert judge(analysis, setting_of(elsewhere)).advice[0].startswith("Compare the slow rank's machine")
+    assert judge(analysis).uncertain_because == []
 
 
 def test_nothing_stands_out(tracing, tmp_path):
@@ -94,7 +171,8 @@ def test_waiting_in_turn(tracing, tmp_path):
         at = tracing.host_step(slow, number, at, sleep=40.0) + 5
     paths = [t.write(tmp_path / f"rank_{r}.json") for r, t in enumerate((first, second))]
     analysis = analyze(paths)
-    assert analysis.stragglers == []
+    assert analysis.stragglers == analysis.suspects == []
+    assert judge(analysis).bound == "undetermined"
     evidence = " ".join(judge(analysis).evidence)
     assert "disturbed in turn" in evidence
     assert "Computation hides 0% of the communication." in evidence
