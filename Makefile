@@ -29,10 +29,10 @@ $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
 
 # Two DDP ranks learn to predict the bytes of the Python standard library's own sources.
 demo: $(STAMP)  ## train a small GPT on two ranks: live progress, a table, runs/demo/result.json
-	@rm -rf runs/demo runs/demo-data
+	@rm -rf runs/demo data/demo
 	@$(BIN)/mtb data prepare "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"/*.py \
-		--output runs/demo-data
-	$(BIN)/mtb train --strategy ddp --nproc 2 --data runs/demo-data --steps 200 \
+		--output data/demo
+	$(BIN)/mtb train --strategy ddp --nproc 2 --data data/demo --steps 200 \
 		--seq-length 128 --d-model 128 --n-layers 2 --batch-size 8 --learning-rate 2e-3 \
 		--run-dir runs/demo
 
@@ -69,7 +69,7 @@ bench:  ## the benchmarks, with their peers, in a venv of their own
 	.venv-bench/bin/python benchmarks/trainer_overhead.py
 	OMP_NUM_THREADS=1 .venv-bench/bin/python benchmarks/checkpoint_speed.py --nproc 2
 
-clean:  ## remove the environments and caches; runs/ stays
+clean:  ## remove the environments and caches; runs/ and data/ stay
 	rm -rf $(VENV) .venv-bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find . -maxdepth 3 \( -name '*.egg-info' -o -name build -o -name dist \) -prune -exec rm -rf {} +
