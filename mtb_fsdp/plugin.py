@@ -113,12 +113,17 @@ def plan(options: FSDPOptions, config: TrainConfig, world: World) -> Plan:
     )
 
 
-def plan_legacy(options: FSDP1Options, config: TrainConfig, world: World) -> Plan:  # noqa: ARG001  (all plans take it)
-    """Shards over all ranks; every rank sees its own samples."""
+def plan_legacy(options: FSDP1Options, config: TrainConfig, world: World) -> Plan:
+    """Shards over all ranks; every rank sees its own samples.
+
+    What is not synchronised is added up in the dtype of the computation, which for bf16 would not be fp32 sums.
+    """
     _check_wrap("fsdp1", options.wrap, options.wrap_size)
+    fp32 = config.precision == "fp32"
     return Plan(
         Layout((("dp", world.size),)),
-        auto_sync="last" if options.sharding == "none" else "every",
+        auto_sync="last" if options.sharding == "none" and fp32 else "every",
+        sync_modes=("every", "last") if fp32 else ("every",),
         missing_gradients=True,  # a unit's gradients are one tensor, in which unused parameters have zeros
         sharded=options.sharding != "none" and world.size > 1,
     )

@@ -12,8 +12,9 @@ def planned(options: dict[str, object], ranks: int = 4, **settings: object):
     return plan(parse_options(FSDPOptions, options, owner="strategy 'fsdp'"), TrainConfig(**settings), World(ranks, 2))
 
 
-def planned_legacy(options: dict[str, object], ranks: int = 4):
-    return plan_legacy(parse_options(FSDP1Options, options, owner="strategy 'fsdp1'"), TrainConfig(), World(ranks, 2))
+def planned_legacy(options: dict[str, object], ranks: int = 4, **settings: str):
+    parsed = parse_options(FSDP1Options, options, owner="strategy 'fsdp1'")
+    return plan_legacy(parsed, TrainConfig(**settings), World(ranks, 2))
 
 
 def test_every_rank_has_its_own_samples():
@@ -94,3 +95,10 @@ def test_the_descriptions_lead_to_the_code():
         "fsdp1": "FSDP1Strategy",
     }
     assert [name for name, info in infos.items() if info.legacy] == ["fsdp1"]
+
+
+def test_legacy_adds_up_nothing_in_bf16():
+    """Without a synchronisation FSDP1 adds up in the dtype of the computation, so bf16 synchronises every time."""
+    found = planned_legacy({"sharding": "none"}, precision="bf16")
+    assert (found.auto_sync, found.sync_modes) == ("every", ("every",))
+    assert planned_legacy({"sharding": "none"}).auto_sync == "last"
