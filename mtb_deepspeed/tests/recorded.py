@@ -34,7 +34,7 @@ Parts = Mapping[str, list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
 
 @attrs.define
 class Recorded:
-    """What a run did: its result, every rank's step records, and its state before the first and after the last step."""
+    """What a run did: its result, every rank's step records, and its state before the first step, as loaded, and after the last."""
 
     result: Result
     records: list[list[StepRecord]]
@@ -54,14 +54,19 @@ class Recorder:
         self._folder, self._rank, self._records = folder, -1, []
         self._state: Callable[[Prepared], State]
         self._initial: Parts = {}
+        self._prepared: Prepared | None = None
 
     @hookimpl(wrapper=True)
     def mtb_prepare(self, job: Job) -> Generator[None, Prepared, Prepared]:
-        prepared = yield
+        self._prepared = yield
         self._rank = job.ctx.rank
         self._state = load_reference(discover().strategy(job.config.strategy).impl)().state
-        self._initial = _parts(self._state(prepared))
-        return prepared
+        return self._prepared
+
+    @hookimpl
+    def mtb_run_started(self) -> None:
+        assert self._prepared is not None
+        self._initial = _parts(self._state(self._prepared))
 
     @hookimpl
     def mtb_step_recorded(self, record: StepRecord) -> None:
@@ -71,6 +76,7 @@ class Recorder:
     def mtb_close(self, prepared: Prepared) -> Generator[None, None, None]:
         data = (self._records, self._initial, _parts(self._state(prepared)))
         (self._folder / f"{self._rank}.pickle").write_bytes(pickle.dumps(data))
+        self._prepared = None
         yield
 
 

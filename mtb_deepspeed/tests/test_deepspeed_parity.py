@@ -14,7 +14,7 @@ _references: dict[str, Recorded] = {}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "momentum": {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.05, "adam_eps": 1e-8},
+    "momentum": {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.04, "adam_eps": 1e-8},
     "bf16": {"precision": "bf16"},
 }
 
