@@ -58,7 +58,6 @@ class Launcher:
 
 def _launcher(entry, folder, nproc, send, kwargs):
     os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what ignores it hands that on
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once the launch is over, it must still tell
     send.send(run_ranks(entry, folder, folder, nproc, **kwargs))
 
