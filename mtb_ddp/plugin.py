@@ -71,9 +71,7 @@ def plan(options: DDPOptions, config: TrainConfig, world: World) -> Plan:
         exact=options.comm_hook == "none",
         reduce_dtype=reduce_dtype,
         missing_gradients=options.static_graph or options.find_unused_parameters,
-        # PowerSGD's error feedback is not saved; a static graph makes its buckets anew after the first step of a process,
-        # and three ranks or more then add up in another order.
-        exact_resume=options.comm_hook != "powersgd" and not options.static_graph,
+        exact_resume=options.comm_hook != "powersgd",  # its error feedback is not saved
     )
 
 

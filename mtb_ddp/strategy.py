@@ -32,7 +32,7 @@ class DDPStrategy(Strategy):
         _check_buffers(core)
         optimizer = make_zero1(job, core) if options.zero1 else job.make_optimizer(core)
         device = torch.device(job.ctx.device)
-        final = not (options.static_graph or options.find_unused_parameters)
+        final = not options.find_unused_parameters  # which keeps the buckets that it begins with
         module = (_LastFirst if final else DistributedDataParallel)(
             core,
             device_ids=[device.index] if device.type == "cuda" else None,

@@ -34,7 +34,7 @@ class TestFindUnused(StrategyConformance):
 class TestStaticGraph(StrategyConformance):
     strategy = "ddp"
     options = {"static_graph": "true"}
-    capabilities = Capabilities(sync_modes=("every",), exact_resume=False)
+    capabilities = Capabilities(sync_modes=("every",))
 
 
 @pytest.mark.slow
