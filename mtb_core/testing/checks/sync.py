@@ -27,18 +27,18 @@ NO_REDUCTION = (
 def gradient_reductions(run: Run, trace: RankTrace, step: int) -> list[Collective]:
     """The reductions of a step's gradients between ranks with different data, on one rank.
 
-    Small ones are left out: the trainer's own agreement, counters, flags of an engine.
+    Small ones are left out, and those of integers: the trainer's own agreement, counters, flags of an engine.
     """
     return [c for c in trace.collectives[step] if is_gradient_reduction(run, trace, c)]
 
 
 def is_gradient_reduction(run: Run, trace: RankTrace, seen: Collective) -> bool:
-    """Whether a collective sums gradients over data ranks, judged by its kind, group and size."""
+    """Whether a collective sums gradients over data ranks, judged by its kind, group, size and dtype."""
     plan = trace.plan
     assert plan is not None
     ranks = seen.ranks or tuple(range(run.episode.ranks))
     across = len({plan.layout.data_rank(rank) for rank in ranks}) > 1
-    return seen.kind in _REDUCTIONS and across and seen.elements > 16
+    return seen.kind in _REDUCTIONS and across and seen.elements > 16 and "float" in seen.dtype
 
 
 def synchronised(run: Run, trace: RankTrace, step: int) -> list[int]:
@@ -164,8 +164,7 @@ _ROUNDING_OFF = 0.9
 
 
 def _reduced(run: Run, trace: RankTrace, step: int) -> int:
-    floats = (c for c in gradient_reductions(run, trace, step) if "float" in c.dtype)
-    return sum(c.elements for c in floats)
+    return sum(c.elements for c in gradient_reductions(run, trace, step))
 
 
 def _trained(run: Run, trace: RankTrace) -> int:
