@@ -20,7 +20,7 @@ from mtb_profile.setting import NOT_VALID
 
 HERE = Path(__file__).parent
 SMALL = ["--vocab-size", "64", "--d-model", "16", "--n-layers", "1", "--seq-length", "8", "--batch-size", "2"]
-SLEEP_MS = 200.0
+SLEEP_MS = 600.0  # so that the disturbances of a busy machine are a small part of it
 
 
 def mtb(*words, launcher=("-m", "mtb_core"), **env):
@@ -85,35 +85,38 @@ def test_what_is_written(tmp_path):
     ["data", pytest.param("forward", marks=pytest.mark.slow), pytest.param("optimizer", marks=pytest.mark.slow)],
 )
 def test_a_slow_rank_is_named(tmp_path, phase):
-    """Rank 1 sleeps 200 ms a step in one phase: it is named, with that phase, and most of the time is seen there."""
-    document = profiled(tmp_path / "run", "--model", f"{HERE / 'slow_rank.py'}:{phase}", "--seq-length", "8")
+    """Rank 1 sleeps for a while in one phase of each step: it is named, with that phase, and the size within 15 %."""
+    model = ["--model", f"{HERE / 'slow_rank.py'}:{phase}", "--seq-length", "8", "--profile-active", 5]
+    document = profiled(tmp_path / "run", *model)
     found = document["profile"]
     worst = found["stragglers"][0]
     assert (worst["rank"], worst["phase"]) == (1, phase)
-    assert worst["excess_us"] / 1e3 > SLEEP_MS / 2  # the other rank may be slow too, where others use the machine
+    assert worst["excess_us"] / 1e3 == pytest.approx(SLEEP_MS, rel=0.15)
     assert found["verdict"] == "straggler-bound"
     late = {row["rank"]: row["mean_lateness_us"] for row in found["arrivals"]}
     assert late[1] > late[0]
 
 
 @pytest.mark.slow
-def test_what_can_hide_communication_is_in_the_trace(tmp_path):
-    """With gradients in one bucket nothing of backward is left to compute once they are sent; with many there is.
+def test_overlap_hides_communication(tmp_path):
+    """With gradients in one bucket, which is sent when backward is over, a larger part is exposed than with many.
 
-    How much of it then lies behind the computing is a matter of the machine; what is made of the times, of test_breakdown.
+    Nothing of backward is then left to compute beside it; with many buckets there is.
     """
     model = ["--vocab-size", "64", "--d-model", "128", "--n-layers", "4", "--seq-length", "32", "--batch-size", "4"]
     unused = ["--strategy-opt", "find_unused_parameters=true"]
-    left = {}
+    shares, left = {}, {}
     for buckets in (1, 500):
         folder = tmp_path / str(buckets)
-        profiled(folder, *model, *unused, "--strategy-opt", f"bucket_cap_mb={buckets}")
+        ranks = profiled(folder, *model, *unused, "--strategy-opt", f"bucket_cap_mb={buckets}")["profile"]["ranks"]
+        shares[buckets] = sum(r["exposed_us"] for r in ranks) / sum(r["communication_us"] for r in ranks)
         events = [e for e in read_trace(folder, 0)["traceEvents"] if e.get("ph") == "X"]
         backward = next(e for e in events if e["name"] == "mtb:backward")
         within = [e for e in events if backward["ts"] <= e["ts"] <= backward["ts"] + backward["dur"]]
         sent = min(e["ts"] for e in within if e["name"] == "c10d::allreduce_")
         left[buckets] = sum(e["name"] == "aten::mm" and e["ts"] > sent for e in within)
     assert left[1] > left[500] == 0
+    assert shares[500] > shares[1] + 0.02
 
 
 def test_for_people(tmp_path):
