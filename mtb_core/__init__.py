@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .measure.outputs import check_output
     from .measure.result import Result
     from .measure.statistics import percentile, summarize
+    from .measure.student import student_cdf, student_quantile
     from .measure.validity import Sample, Timed, formal_obstacles, gather_uses, performance_fields
     from .ranks.agree import from_rank_zero, gather_objects, same_on_all
     from .ranks.buffers import BufferSync, broadcast_buffers
@@ -74,6 +75,8 @@ _LAZY = {
     "run_ranks": ".launching",
     "same_on_all": ".ranks.agree",
     "setting_options": ".cli.options",
+    "student_cdf": ".measure.student",
+    "student_quantile": ".measure.student",
     "summarize": ".measure.statistics",
     "train_command": ".cli.train",
     "write_json": ".measure.jsonio",
@@ -120,6 +123,8 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "run_ranks",
     "same_on_all",
     "setting_options",
+    "student_cdf",
+    "student_quantile",
     "summarize",
     "train_command",
     "write_json",

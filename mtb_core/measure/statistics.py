@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-#: 0.975 quantile of Student's t for 1 to 9 degrees of freedom, where the series below is not accurate.
-_T_975 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
+from .student import student_quantile
 
 
 def summarize(values: Iterable[float | None]) -> dict[str, Any] | None:
@@ -27,7 +26,7 @@ def summarize(values: Iterable[float | None]) -> dict[str, Any] | None:
         return {"mean": nan, "std": nan, "min": nan, "max": nan, "n": n, "ci95": None}
     mean = statistics.fmean(known)
     std = statistics.stdev(known, mean) if n > 1 else None
-    half = None if std is None else student_t_975(n - 1) * std / math.sqrt(n)
+    half = None if std is None else student_quantile(0.975, n - 1) * std / math.sqrt(n)
     return {
         "mean": mean,
         "std": std,
@@ -36,27 +35,6 @@ def summarize(values: Iterable[float | None]) -> dict[str, Any] | None:
         "n": n,
         "ci95": None if half is None else [mean - half, mean + half],
     }
-
-
-def student_t_975(degrees: int) -> float:
-    """The 0.975 quantile of Student's t distribution, to five digits.
-
-    Above 9 degrees of freedom by the expansion of Abramowitz and Stegun, "Handbook of Mathematical Functions", 26.7.5.
-    """
-    if degrees < 1:
-        msg = f"Student's t needs at least 1 degree of freedom, got {degrees}"
-        raise ValueError(msg)
-    if degrees <= len(_T_975):
-        return _T_975[degrees - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    v = float(degrees)
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
-    )
 
 
 def percentile(values: Sequence[float], q: float) -> float:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtb_core.measure.statistics import percentile, student_t_975, summarize
+from mtb_core.measure.statistics import percentile, summarize
+from mtb_core.measure.student import student_cdf, student_quantile
 
 finite = st.floats(-1e6, 1e6)
 
@@ -21,7 +22,7 @@ def test_summary_of_known_values() -> None:
     assert got is not None
     low, high = got.pop("ci95")
     assert {"mean": 4.0, "std": pytest.approx(math.sqrt(2)), "min": 2.0, "max": 6.0, "n": 5} == got
-    assert pytest.approx(2.776445 * math.sqrt(2) / math.sqrt(5)) == high - 4.0 == 4.0 - low
+    assert [high - 4.0, 4.0 - low] == pytest.approx([2.7764451 * math.sqrt(2) / math.sqrt(5)] * 2)
 
 
 def test_one_value_has_no_spread() -> None:
@@ -46,18 +47,30 @@ def test_a_value_that_is_not_finite_cannot_hide(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "value"),
-    [(1, 12.706), (9, 2.2622), (10, 2.2281), (12, 2.1788), (30, 2.0423), (120, 1.9799), (10**6, 1.96)],
+    ("p", "degrees", "expected"),
+    [
+        (0.975, 1, 12.7062),
+        (0.975, 2, 4.30265),
+        (0.995, 4, 4.60409),
+        (0.975, 9, 2.26216),
+        (0.975, 12, 2.17881),
+        (0.975, 120, 1.97993),
+        (0.9, 30, 1.31042),
+        (0.975, 1e6, 1.95997),
+        (0.025, 9, -2.26216),
+    ],
 )
-def test_quantiles_agree_with_published_tables(degrees: int, value: float) -> None:
-    """Student's t agrees with the tables, on both sides of where the series takes over."""
-    assert value == pytest.approx(student_t_975(degrees), abs=1e-4 if degrees > 1 else 1e-3)
+def test_quantiles_are_those_of_the_tables(p: float, degrees: float, expected: float) -> None:
+    """Quantiles agree with printed tables, and the distribution undoes them."""
+    assert student_quantile(p, degrees) == pytest.approx(expected, rel=1e-5)
+    assert student_cdf(student_quantile(p, degrees), degrees) == pytest.approx(p, abs=1e-9)
 
 
-def test_no_degrees_of_freedom_is_an_error() -> None:
-    """Zero degrees of freedom have no distribution."""
-    with pytest.raises(ValueError, match="at least 1"):
-        student_t_975(0)
+@pytest.mark.parametrize(("p", "degrees"), [(0.975, 0), (0.0, 3), (1.0, 3)])
+def test_what_has_no_quantile(p: float, degrees: float) -> None:
+    """Zero degrees of freedom have no distribution, and nothing is certain."""
+    with pytest.raises(ValueError, match="needs 0 < p < 1 and degrees > 0"):
+        student_quantile(p, degrees)
 
 
 @given(st.lists(finite, min_size=1, max_size=30), st.floats(0, 100))

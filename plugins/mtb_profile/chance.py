@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median, stdev
 
+from mtb_core import student_cdf
+
 #: Median absolute deviation to standard deviation, of normal values.
 _NORMAL_MAD = 1.4826
 
@@ -26,28 +28,10 @@ def t_test(differences: Sequence[float]) -> float:
     mean, spread = fmean(differences), stdev(differences)
     if spread == 0:
         return 0.0 if mean > 0 else 1.0
-    return _student_above(mean / spread * math.sqrt(len(differences)), len(differences) - 1)
+    return student_cdf(-mean / spread * math.sqrt(len(differences)), len(differences) - 1)
 
 
 def robust_spread(values: Sequence[float]) -> float:
     """Standard deviation, estimated from the median absolute deviation: single outliers do not count."""
     middle = median(values)
     return _NORMAL_MAD * median(abs(v - middle) for v in values)
-
-
-def _student_above(t: float, degrees: int) -> float:
-    """P(T > t) of Student's t with whole degrees of freedom: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(degrees))
-    squared = math.cos(angle) ** 2
-    term, total = 1.0, 0.0
-    if degrees % 2:
-        for k in range(1, degrees, 2):
-            total += term
-            term *= squared * (k + 1) / (k + 2)
-        within = 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total)
-    else:
-        for k in range(1, degrees, 2):
-            total += term
-            term *= squared * k / (k + 1)
-        within = math.sin(angle) * total
-    return max(0.0, (1 - within) / 2)

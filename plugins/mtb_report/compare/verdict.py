@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 import attrs
 
+from mtb_core import student_quantile
+
 from .metrics import Metric
-from .student import quantile
 
 CONFIDENCE = 0.98
 #: With which probability an effect of the size that is called "would be seen" leads to a verdict.
@@ -97,10 +98,10 @@ def compare_trials(
     if error < _NO_SPREAD:
         reason = "the trials have no spread at all, which is not how measurements look: they may be copies of one measurement"
         return Comparison(_exp(effect), None, None, UNDETERMINED, n, confidence, method, None, reason)
-    half = quantile((1 + confidence) / 2, degrees) * error
+    half = student_quantile((1 + confidence) / 2, degrees) * error
     low, high = effect - half, effect + half
     verdict = _verdict(metric, low, high)
-    seen_from = _exp(half + quantile(POWER, degrees) * error) - 1
+    seen_from = _exp(half + student_quantile(POWER, degrees) * error) - 1
     copies = not paired and not metric.repeats_exactly
     equal = [name for name, side in (("A", a), ("B", b)) if copies and len(set(side)) == 1]
     note = f"all trials of {equal[0]} are equal, which is not how measurements look" if equal else None

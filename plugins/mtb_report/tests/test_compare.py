@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from mtb_core import CheckFailed, ConfigError, RunFailed
+from mtb_core import CheckFailed, ConfigError, RunFailed, student_quantile
 from mtb_report.compare.command import compare
 from mtb_report.compare.document import make_document
 from mtb_report.compare.metrics import METRICS
-from mtb_report.compare.student import cdf, quantile
 from mtb_report.compare.verdict import compare_trials
 from mtb_report.results import read_record
 from mtb_report.training import Attempt
@@ -32,24 +31,6 @@ MEASURED = (
     1.571, 1.132, 1.304, 1.514, 1.154, 1.698, 1.438, 1.268, 1.72, 1.708, 2.092, 1.968, 1.9, 1.481, 1.264, 1.042, 2.112,
     3.665, 0.742, 1.145, 2.25, 0.718, 0.712, 0.727,
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("p", "degrees", "expected"),
-    [
-        (0.975, 1, 12.7062),
-        (0.975, 2, 4.30265),
-        (0.995, 4, 4.60409),
-        (0.975, 9, 2.26216),
-        (0.9, 30, 1.31042),
-        (0.975, 1e6, 1.95997),
-        (0.025, 9, -2.26216),
-    ],
-)
-def test_quantiles_are_those_of_the_tables(p: float, degrees: float, expected: float) -> None:
-    """Quantiles agree with printed tables, and the distribution undoes them."""
-    assert quantile(p, degrees) == pytest.approx(expected, rel=1e-5)
-    assert cdf(quantile(p, degrees), degrees) == pytest.approx(p, abs=1e-9)
 
 
 def draw(rng: random.Random, n: int, interleaved: bool) -> tuple[list[float], list[float]]:
@@ -113,7 +94,7 @@ def test_welch_is_as_published() -> None:
     found = compare_trials(a, b, paired=False, metric=SPEED, confidence=0.95)
     error = math.sqrt(2 / 2 + 0.04 / 3)
     degrees = (1 + 0.04 / 3) ** 2 / (1 / 1 + (0.04 / 3) ** 2 / 2)
-    assert math.log(found.high / found.low) / 2 == pytest.approx(quantile(0.975, degrees) * error)
+    assert math.log(found.high / found.low) / 2 == pytest.approx(student_quantile(0.975, degrees) * error)
 
 
 def test_one_trial_is_undetermined() -> None:

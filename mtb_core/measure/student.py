@@ -12,8 +12,8 @@ import math
 _TINY = 1e-300
 
 
-def cdf(t: float, degrees: float) -> float:
-    """P(T <= t)."""
+def student_cdf(t: float, degrees: float) -> float:
+    """P(T <= t). A small one is exact, too: for P(T > t) ask for -t."""
     if t == 0.0:
         return 0.5
     tail = 0.5 * _incomplete_beta(degrees / (degrees + t * t), degrees / 2, 0.5)
@@ -21,24 +21,24 @@ def cdf(t: float, degrees: float) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def quantile(p: float, degrees: float) -> float:
+def student_quantile(p: float, degrees: float) -> float:
     """The t with P(T <= t) = `p`, by bisection.
 
     Raises:
         ValueError: `p` is not between 0 and 1, or `degrees` is not positive.
     """
     if not 0 < p < 1 or not degrees > 0:
-        raise ValueError(f"quantile needs 0 < p < 1 and degrees > 0; got p = {p} and degrees = {degrees}")
+        raise ValueError(f"student_quantile needs 0 < p < 1 and degrees > 0; got p = {p} and degrees = {degrees}")
     if p < 0.5:
-        return -quantile(1 - p, degrees)
+        return -student_quantile(1 - p, degrees)
     low, high = 0.0, 1.0
-    while cdf(high, degrees) < p:
+    while student_cdf(high, degrees) < p:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
         if middle in (low, high):
             break
-        if cdf(middle, degrees) < p:
+        if student_cdf(middle, degrees) < p:
             low = middle
         else:
             high = middle
