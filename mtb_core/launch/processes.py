@@ -162,8 +162,9 @@ def pick_method(asked: str, nproc: int, nodes: int) -> str:
     """``"fork"`` where that is safe, else ``"spawn"``, unless one of them was asked for.
 
     Forking is unsafe where other threads may hold locks, as that of the store does whenever somebody on another node
-    connects; where CUDA is in use (its state does not survive a fork); and where this process has computed with several threads and ranks will too: OpenMP's threads are missing after a
-    fork, and the first large operation would wait for them for ever.
+    connects; where CUDA is in use (its state does not survive a fork); and where this process has computed with several
+    threads and ranks will too: OpenMP's threads are missing after a fork, and the first large operation would wait for
+    them for ever.
     """
     if asked != "auto":
         return asked
