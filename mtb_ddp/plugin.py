@@ -12,7 +12,7 @@ from mtb_core import ConfigError, Layout, Plan, StrategyInfo, SyncMode, World, h
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 

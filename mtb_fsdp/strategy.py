@@ -89,11 +89,12 @@ class FSDPStrategy(Strategy):
         whole = [p.grad for p in engine.replicated if p.grad is not None]
         return [Shards(local, copies=engine.copies), Shards(whole, copies=engine.ranks)]
 
-    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> bool:
         """Where the step is left out, gradients that wait for a synchronisation are dropped too."""
-        super().optimizer_step(prepared, apply)
+        applied = super().optimizer_step(prepared, apply)
         if not apply:
             _drop_unfinished(prepared.module)
+        return applied
 
     def state(self, prepared: Prepared) -> State:
         """Shards, in global coordinates. Buffers are those of rank 0."""

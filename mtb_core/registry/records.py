@@ -12,7 +12,9 @@ from mtb_core.api import (
     DatasetInfo,
     DoctorCheck,
     ModelInfo,
+    OptimizerInfo,
     RunPluginInfo,
+    ScheduleInfo,
     SinkInfo,
     StrategyInfo,
 )
@@ -37,6 +39,8 @@ KINDS = (
     Kind("mtb_run_plugins", "run_plugins", "run plugin", RunPluginInfo),
     Kind("mtb_models", "models", "model", ModelInfo),
     Kind("mtb_datasets", "datasets", "data set", DatasetInfo),
+    Kind("mtb_optimizers", "optimizers", "optimizer", OptimizerInfo),
+    Kind("mtb_schedules", "schedules", "learning-rate schedule", ScheduleInfo),
     Kind("mtb_doctor_checks", "doctor_checks", "doctor check", DoctorCheck),
 )
 

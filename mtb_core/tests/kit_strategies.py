@@ -106,7 +106,7 @@ class OwnSchedule(Right):
         if prepared.engine.pop("resumed", False):
             for group in prepared.optimizer.param_groups:
                 group["lr"] *= 0.5
-        super().optimizer_step(prepared, apply)
+        return super().optimizer_step(prepared, apply)
 
 
 class SeedsAlike(Right):
@@ -124,7 +124,7 @@ class HiddenState(Right):
         prepared.engine["count"] = count = prepared.engine.get("count", 0) + 1
         for parameter in prepared.trainable:
             parameter.grad *= 1 + 0.1 * count
-        super().optimizer_step(prepared, apply)
+        return super().optimizer_step(prepared, apply)
 
 
 class SavesWorld(Right):
@@ -194,7 +194,7 @@ class StepsInBackward(Right):
         return shards
 
     def optimizer_step(self, prepared, apply):
-        super().optimizer_step(prepared, apply=False)
+        return super().optimizer_step(prepared, apply=False)
 
 
 class KeepsGradients(Right):
@@ -203,6 +203,7 @@ class KeepsGradients(Right):
     def optimizer_step(self, prepared, apply):
         if apply:
             super().optimizer_step(prepared, apply)
+        return apply
 
 
 class Swallows(Right):
@@ -285,7 +286,7 @@ class CallsItself(Right):
 
     def optimizer_step(self, prepared, apply):
         self.gradients(prepared)
-        super().optimizer_step(prepared, apply)
+        return super().optimizer_step(prepared, apply)
 
 
 _PLANS = {NeedsParent: plan_and_remember}

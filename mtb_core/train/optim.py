@@ -47,13 +47,17 @@ def _global_dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def optimizer_recipe(config: TrainConfig, device: str) -> OptimizerRecipe:
-    """AdamW or SGD as configured; fused where torch has the kernel, otherwise ``foreach``.
+def adamw(config: TrainConfig, device: str) -> OptimizerRecipe:
+    """AdamW as configured; settings that the configuration does not name have torch's default (betas 0.9 and 0.999)."""
+    return OptimizerRecipe(torch.optim.AdamW, {**_common(config, device), "eps": config.adam_eps})
 
-    What the configuration does not name has torch's default (AdamW's betas are 0.9 and 0.999).
-    """
+
+def sgd(config: TrainConfig, device: str) -> OptimizerRecipe:
+    """SGD as configured."""
+    return OptimizerRecipe(torch.optim.SGD, {**_common(config, device), "momentum": config.momentum})
+
+
+def _common(config: TrainConfig, device: str) -> dict[str, Any]:
+    """Fused where torch has the kernel, otherwise ``foreach``."""
     fused = torch.device(device).type in _FUSED_DEVICES
-    common = {"lr": config.learning_rate, "fused": True} if fused else {"lr": config.learning_rate, "foreach": True}
-    if config.optimizer == "sgd":
-        return OptimizerRecipe(torch.optim.SGD, {**common, "momentum": config.momentum})
-    return OptimizerRecipe(torch.optim.AdamW, {**common, "eps": config.adam_eps})
+    return {"lr": config.learning_rate, "fused": True} if fused else {"lr": config.learning_rate, "foreach": True}

@@ -12,7 +12,7 @@ from mtb_core import CommandInfo, ConfigError, Layout, Plan, StrategyInfo, World
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 DATA_PARALLEL = ("ddp", "fsdp")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -94,8 +93,7 @@ class TPStrategy(Strategy):
             buffers=BufferSync.of(core) if dp > 1 else None,
             steps_left=job.steps,
         )
-        parameters = sum(math.prod(slot.shape) for slot in slots.values())
-        return Prepared(module, core, _optimizer(job, core), engine, parameters)
+        return Prepared(module, core, _optimizer(job, core), engine)
 
     def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
         """Data-parallel synchronisation as asked; at the end of a step, what sequence parallelism left to be summed."""
@@ -115,14 +113,15 @@ class TPStrategy(Strategy):
                 parts[id(parameter) not in engine.split].append(gradient)
         return [Shards(tensors, copies) for tensors, copies in zip(parts, engine.copies, strict=True)]
 
-    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> bool:
         """After the last one, what ranks hold in common is compared: a run need not save anything."""
-        super().optimizer_step(prepared, apply)
+        applied = super().optimizer_step(prepared, apply)
         engine: _Engine = prepared.engine
         if engine.steps_left is not None and engine.common is not None:
             engine.steps_left -= 1
             if engine.steps_left == 0:
                 engine.common.compare_values()
+        return applied
 
     def state(self, prepared: Prepared) -> State:
         """In coordinates of the whole model, whatever the degrees. Buffers are those of rank 0, as with DDP."""
