@@ -241,7 +241,7 @@ class Trainer:
     def _agree(self, local: Loss, shards: Sequence[Shards], norm_squared: torch.Tensor) -> tuple[Agreed, float]:
         """The agreement, and the squared norm of the whole model's gradients."""
         ranks = self.job.ctx.world_size
-        whole = all(part.copies == ranks for part in shards)
+        whole = all(part.copies == ranks for part in shards if part.tensors)
         if self._agreement.begun:
             return self._agreement.end(), float(norm_squared) * ranks
         self._agreement.begin(local, self._next_batch().valid_tokens, norm_squared=norm_squared, partial=not whole)
