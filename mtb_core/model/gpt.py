@@ -45,8 +45,14 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(length, d_model))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Raises ValueError where T is larger than the number of positions."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Add the vectors of `positions`, int64 [T]; None: of the first T.
+
+        Raises:
+            ValueError: T is larger than the number of positions.
+        """
+        if positions is not None:
+            return x + self.weight[positions]
         length, available = x.shape[1], self.weight.shape[0]
         if length == available:
             return x + self.weight
