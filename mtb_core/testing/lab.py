@@ -28,6 +28,7 @@ from .debugging import Terminal
 from .episodes import COMMON, Episode, episode
 from .rank import RankWork, rank_of_episode, read_traces
 from .stage import RankTrace
+from .standing import Ending, StandingRanks
 from .states import Mismatch, Whole, assemble
 
 #: Names that the laboratory adds to those of the installed plugins.
@@ -148,6 +149,8 @@ class Lab:
         settings: settings that every episode of strategy and reference has (model sizes that it needs, say).
         world_sizes: numbers of ranks to check at, where the strategy can.
         debug: terminal for a debugger in one rank.
+        standing: ranks run one episode after the other, but for those that ask for fresh ones; False: every episode
+            has processes of its own.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class Lab:
         settings: Mapping[str, Any] | None = None,
         world_sizes: tuple[int, ...] = (1, 2, 3),
         debug: Terminal | None = None,
+        standing: bool = True,
     ) -> None:
         self.info = info
         self.options = dict(options or {})
@@ -166,6 +170,9 @@ class Lab:
         self.registry = _registry(info)
         self._declared, self._candidates = capabilities, world_sizes
         self._debug = debug
+        self._stand = standing and debug is None
+        self._standing: dict[tuple[int, bool], StandingRanks] = {}
+        self._again: Lab | None = None
         self._runs: dict[Episode, Run] = {}
         self._numbers = itertools.count(1)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -183,6 +190,12 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._folder is not None
+        for ranks in self._standing.values():
+            ranks.close()
+        self._standing.clear()
+        if self._again is not None:
+            self._again.__exit__(kind, error, trace)
+            self._again = None
         self._folder.cleanup()
 
     @property
@@ -195,6 +208,21 @@ class Lab:
     def world_sizes(self) -> tuple[int, ...]:
         """Numbers of ranks that the strategy is checked at."""
         return self.capabilities.world_sizes
+
+    @property
+    def again(self) -> Lab | None:
+        """The laboratory in which every episode has processes of its own, to repeat what failed; None: it is this one."""
+        if self._stand and self._again is None:
+            self._again = Lab(
+                self.info,
+                self.options,
+                capabilities=self._declared,
+                settings=self.settings,
+                world_sizes=self._candidates,
+                standing=False,
+            )
+            self._again.__enter__()
+        return self._again
 
     def plan(self, ranks: int, **settings: Any) -> Plan:
         """The strategy's plan.
@@ -235,31 +263,60 @@ class Lab:
     def _run(self, asked: Episode) -> Run:
         folder = self.folder / f"episode-{next(self._numbers):03d}"
         folder.mkdir()
+        work = self._work(asked, folder)
+        standing = self._stand and not asked.fresh and StandingRanks.possible(asked.ranks)
+        ending = self._on_standing_ranks(asked, folder) if standing else _on_fresh_ranks(asked, work)
+        traces = {r: trace for r, trace in enumerate(read_traces(folder, asked.ranks)) if trace is not None}
+        reason = "done" if ending is None else ending.exit_reason
+        if reason == "done" and traces and (result := next(iter(traces.values())).result) is not None:
+            reason = result["exit_reason"]
+        failure, log = (None, {}) if ending is None else (ending.failure, ending.log)
+        return Run(asked, traces, failure, reason, log, folder)
+
+    def _work(self, asked: Episode, folder: Path) -> RankWork:
+        """What each rank of an episode needs.
+
+        Raises:
+            ConfigError: it cannot be run at all.
+        """
         config = attrs.evolve(self.config(asked), run_dir=str(folder / "run"))
         planned = plan_run(config, self.registry, World(asked.ranks, asked.ranks))
         impl = planned.strategy.impl
         planned = attrs.evolve(
             planned, strategy=attrs.evolve(planned.strategy, impl="mtb_core.testing.stage:make_strategy")
         )
-        log: dict[int, list[str]] = {}
-        work = RankWork(planned, impl, asked.probes, asked.states, folder, DEADLINE_S, self._debug)
-        outcome = launch(
-            LaunchSpec(
-                entry=rank_of_episode,
-                payload=work,
-                nproc=asked.ranks,
-                start_method=config.start_method,
-                log_dir=folder / "logs",
-                on_line=_keep_in(log),
-            )
+        return RankWork(planned, impl, asked.probes, asked.states, folder, DEADLINE_S, self._debug)
+
+    def _on_standing_ranks(self, asked: Episode, folder: Path) -> Ending | None:
+        who = (asked.ranks, asked.subject)
+        if who not in self._standing:
+            logs = self.folder / f"ranks-{next(self._numbers):03d}"
+            self._standing[who] = StandingRanks(asked.ranks, self._work, logs)
+        try:
+            ending = self._standing[who].play(asked, folder)
+        except BaseException:
+            self._standing.pop(who).close()
+            raise
+        if ending is not None:
+            del self._standing[who]
+        return ending
+
+
+def _on_fresh_ranks(asked: Episode, work: RankWork) -> Ending:
+    log: dict[int, list[str]] = {}
+    outcome = launch(
+        LaunchSpec(
+            entry=rank_of_episode,
+            payload=work,
+            nproc=asked.ranks,
+            start_method=work.planned.resolved.config.start_method,
+            log_dir=work.folder / "logs",
+            on_line=_keep_in(log),
         )
-        if outcome.signal is not None:
-            raise KeyboardInterrupt if outcome.signal == "SIGINT" else Stopped(outcome.signal)
-        traces = {r: trace for r, trace in enumerate(read_traces(folder, asked.ranks)) if trace is not None}
-        reason: str = outcome.exit_reason
-        if reason == "done" and traces and (result := next(iter(traces.values())).result) is not None:
-            reason = result["exit_reason"]
-        return Run(asked, traces, outcome.failure, reason, log, folder)
+    )
+    if outcome.signal is not None:
+        raise KeyboardInterrupt if outcome.signal == "SIGINT" else Stopped(outcome.signal)
+    return Ending(outcome.exit_reason, outcome.failure, log)
 
 
 def _keep_in(log: dict[int, list[str]]) -> Callable[[int, str], None]:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -104,6 +104,8 @@ class FailInForward(Probe):
     On every rank, what it starts from then on has `mark` in its environment, see `survivors`.
     """
 
+    fresh: ClassVar[bool] = True
+
     rank: int
     step: int
     kill: bool = False
@@ -136,6 +138,8 @@ class _FailInForward:
 @attrs.frozen
 class Signalled(Probe):
     """Sends the signal `number` to `rank` when `step` was recorded."""
+
+    fresh: ClassVar[bool] = True
 
     rank: int
     step: int

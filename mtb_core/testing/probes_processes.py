@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -38,6 +38,8 @@ _SETTLE_S = 2.0
 @attrs.frozen
 class Groups(Probe):
     """Notes the process groups before ``prepare`` and after ``close``, name to ranks, as ``groups``."""
+
+    fresh: ClassVar[bool] = True
 
     def observer(self, stage: Stage) -> object:
         """See the class."""
@@ -72,6 +74,8 @@ class Leftovers(Probe):
     Both are counts by name; of files also what kind of socket.
     """
 
+    fresh: ClassVar[bool] = True
+
     def observer(self, stage: Stage) -> object:  # noqa: ARG002  (it only looks from outside the run)
         """See the class."""
         return _Nothing()
@@ -88,6 +92,8 @@ class Surroundings(Probe):
     Working directory, environment, signal handlers; and files in the working directory, which is an empty one of this
     rank's own meanwhile.
     """
+
+    fresh: ClassVar[bool] = True
 
     def observer(self, stage: Stage) -> object:  # noqa: ARG002  (it only looks from outside the run)
         """See the class."""

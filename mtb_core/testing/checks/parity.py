@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.episodes import Episode, episode
+from mtb_core.testing.episodes import Episode, Probe, episode
 from mtb_core.testing.lab import Lab, Run
+from mtb_core.testing.probes_collectives import Collectives
+from mtb_core.testing.probes_tensors import GradientBits
 from mtb_core.testing.states import Mismatch, Whole, assemble, equal_bitwise, equal_within
 
 #: Losses, relative; weights, of the norm of each tensor. The sums of different numbers of ranks round differently.
@@ -40,9 +42,10 @@ def gradients(run: Run, step: int) -> Whole:
     return {key: before[key] - after[key] for key in before if key.startswith("model/")}
 
 
-def sgd(ranks: int, *, subject: bool = True, **settings: Any) -> Episode:
-    """Two steps of plain SGD, every state kept."""
-    return episode(ranks, subject=subject, states=(0, 1, 2), **{**PLAIN_SGD, **settings})
+def sgd(ranks: int, *, subject: bool = True, counted: bool = False, **settings: Any) -> Episode:
+    """Two steps of plain SGD, every state kept; with `counted`, every collective and the gradients' precision too."""
+    probes: tuple[Probe, ...] = (Collectives(), GradientBits()) if counted else ()
+    return episode(ranks, subject=subject, states=(0, 1, 2), **{**PLAIN_SGD, "probes": probes, **settings})
 
 
 def same_losses(run: Run, reference: Run, tolerance: float) -> float:
@@ -268,20 +271,21 @@ def master_weights(lab: Lab, ranks: int) -> None:
 )
 def reduce_dtype(lab: Lab, ranks: int) -> None:
     """The dtype of every reduction between ranks with different data."""
-    from mtb_core.testing.checks.sync import NO_REDUCTION, gradient_reductions, needs_data_ranks  # noqa: PLC0415  (it imports this module)
+    from mtb_core.testing.checks.sync import NO_REDUCTION, gradient_reductions, in_mode, needs_data_ranks  # noqa: PLC0415  (it imports this module)
 
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
     needs_data_ranks(lab, ranks)
     found = 0
     for precision in ("fp32", "bf16") if lab.capabilities.bf16 else ("fp32",):
-        declared = lab.plan(ranks, precision=precision).reduce_dtype
-        run = lab.done(sgd(ranks, precision=precision))
+        declared = lab.plan(ranks, precision=precision)
+        lower = sgd(ranks, precision="bf16", counted=True)
+        run = lab.done(lower) if precision == "bf16" else in_mode(lab, ranks, declared.auto_sync)
         for trace in run.traces.values():
             for seen in gradient_reductions(run, trace, 1):
                 found += 1
-                if seen.dtype != names.get(declared, declared):
+                if seen.dtype != names[declared.reduce_dtype]:
                     raise Mismatch(
-                        f"gradients summed in {declared}, as Plan.reduce_dtype says",
+                        f"gradients summed in {declared.reduce_dtype}, as Plan.reduce_dtype says",
                         f"{seen.kind} of {seen.elements} elements in {seen.dtype}",
                     )
     if not found:

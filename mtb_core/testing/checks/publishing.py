@@ -128,7 +128,7 @@ def incomplete_refused(lab: Lab, ranks: int) -> None:
             continue  # before any rank was started
         if run.exit_reason != "failed":
             raise Mismatch(what, f"the run resumed from it and ended with '{run.exit_reason}'")
-        trained = [rank for rank, trace in run.traces.items() if trace.micros or trace.records]
+        trained = [rank for rank, trace in run.traces.items() if trace.begun]
         if trained:
             raise Mismatch(what, f"ranks {trained} had begun to train before it failed")
 

@@ -105,7 +105,7 @@ def count(lab: Lab, ranks: int) -> dict[str, Any]:
     needs_data_ranks(lab, ranks)
     figures = {}
     for mode in lab.capabilities.sync_modes:
-        run = _in_mode(lab, ranks, mode)
+        run = in_mode(lab, ranks, mode)
         _judged_by_reductions(lab, run)
         expected = list(range(_micro_batches(lab, ranks))) if mode == "every" else [_micro_batches(lab, ranks) - 1]
         for trace in run.traces.values():
@@ -119,8 +119,10 @@ def count(lab: Lab, ranks: int) -> dict[str, Any]:
     return figures
 
 
-def _in_mode(lab: Lab, ranks: int, mode: str) -> Run:
-    return lab.done(sgd(ranks, grad_accum_steps=_micro_batches(lab, ranks), gradient_sync_mode=mode, steps=2))
+def in_mode(lab: Lab, ranks: int, mode: str) -> Run:
+    """The two steps of `sgd` in more micro-batches and one sync mode, with every collective."""
+    micro_batches = _micro_batches(lab, ranks)
+    return lab.done(sgd(ranks, grad_accum_steps=micro_batches, gradient_sync_mode=mode, steps=2, counted=True))
 
 
 def _micro_batches(lab: Lab, ranks: int) -> int:
@@ -144,7 +146,7 @@ def volume(lab: Lab, ranks: int) -> dict[str, Any]:
     needs_data_ranks(lab, ranks)
     figures = {}
     for mode in lab.capabilities.sync_modes:
-        run = _in_mode(lab, ranks, mode)
+        run = in_mode(lab, ranks, mode)
         _judged_by_reductions(lab, run)
         least = _ROUNDING_OFF if lab.capabilities.exact else 0.0
         for rank, trace in run.traces.items():
@@ -200,7 +202,7 @@ def modes_agree(lab: Lab, ranks: int) -> None:
     """Each mode against `single`."""
     reference = lab.done(sgd(1, subject=False))
     for mode in lab.capabilities.sync_modes:
-        run = _in_mode(lab, ranks, mode)
+        run = in_mode(lab, ranks, mode)
         for step in (1, 2):
             equal_within(
                 gradients(run, step),
