@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import attrs
@@ -78,6 +80,7 @@ class Stage:
         self.prepared: Prepared | None = None
         self._impl = impl
         self._strategy: Strategy | None = None
+        self._interceptors: list[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
 
     @property
     def strategy(self) -> Strategy:
@@ -85,11 +88,21 @@ class Stage:
         assert self._strategy is not None
         return self._strategy
 
+    def intercept(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Have what ``make(method)`` gives called in place of the strategy's method `name`; both take `self` first."""
+        self._interceptors.append((name, make))
+
     def make_strategy(self) -> Strategy:
         """Make the strategy that core gets, and remember it."""
-        self._strategy = load_reference(self._impl)()
-        assert self._strategy is not None
-        return self._strategy
+        strategy: Strategy = load_reference(self._impl)()
+        for name, make in self._interceptors:
+            # The same object, of a subclass.
+            own = type(strategy)
+            method = inspect.getattr_static(own, name)
+            replaced = functools.wraps(method)(make(method))  # pluggy looks at the arguments' names
+            strategy.__class__ = type(own.__name__, (own,), {name: replaced})
+        self._strategy = strategy
+        return strategy
 
     def keep_state(self, step: int) -> None:
         """Copy what this rank holds of model and optimizer."""

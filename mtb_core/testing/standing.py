@@ -100,9 +100,7 @@ class StandingRanks:
             connection.close()
 
 
-def _launch(
-    laboratory: int, make: MakeWork, orders: Sequence[Connection], ended: Connection, log_dir: Path
-) -> None:
+def _launch(laboratory: int, make: MakeWork, orders: Sequence[Connection], ended: Connection, log_dir: Path) -> None:
     """Body of the launcher."""
     die_with(laboratory)
     os.setsid()  # Ctrl-C at the terminal is the laboratory's

@@ -200,6 +200,7 @@ def weights(lab: Lab, ranks: int) -> Mapping[str, Any]:
     mistake="a branch on the rank in what must be alike: reduction, optimizer step, buffers; or an update that "
     "was applied before the reduction",
     ranks="several",
+    needs=("sums_gradients",),
 )
 def replicas(lab: Lab, ranks: int) -> None:
     """Assembling a state compares all copies."""
@@ -216,10 +217,15 @@ def replicas(lab: Lab, ranks: int) -> None:
 )
 def accumulation(lab: Lab, ranks: int) -> None:
     """See the title."""
-    data_ranks = lab.plan(ranks).layout.data_size
+    from mtb_core.testing.checks.sync import MICRO_BATCHES, in_mode  # noqa: PLC0415  (it imports this module)
+
     reference = lab.done(sgd(1, subject=False))
-    for micro_batches in (1, 4 if 24 % (4 * data_ranks) == 0 else 2):
-        run = lab.done(sgd(ranks, grad_accum_steps=micro_batches))
+    one = lab.micro_batches(ranks, 1)
+    runs = {
+        one: lab.done(sgd(ranks, grad_accum_steps=one)),
+        lab.micro_batches(ranks, MICRO_BATCHES): in_mode(lab, ranks, lab.plan(ranks).auto_sync),
+    }
+    for micro_batches, run in runs.items():
         equal_within(
             gradients(run, 1),
             gradients(reference, 1),
@@ -268,6 +274,7 @@ def master_weights(lab: Lab, ranks: int) -> None:
     "Gradients are summed over ranks in the dtype that the plan declares.",
     mistake="Plan.reduce_dtype says otherwise than what is sent: declare it, or reduce in fp32",
     ranks="several",
+    needs=("sums_gradients",),
 )
 def reduce_dtype(lab: Lab, ranks: int) -> None:
     """The dtype of every reduction between ranks with different data."""
@@ -276,7 +283,7 @@ def reduce_dtype(lab: Lab, ranks: int) -> None:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
     needs_data_ranks(lab, ranks)
     found = 0
-    for precision in ("fp32", "bf16") if lab.capabilities.bf16 else ("fp32",):
+    for precision in ("fp32", "bf16") if lab.promises("bf16", ranks) else ("fp32",):
         declared = lab.plan(ranks, precision=precision)
         lower = sgd(ranks, precision="bf16", counted=True)
         run = lab.done(lower) if precision == "bf16" else in_mode(lab, ranks, declared.auto_sync)
@@ -290,32 +297,6 @@ def reduce_dtype(lab: Lab, ranks: int) -> None:
                     )
     if not found:
         raise Skip(NO_REDUCTION)
-
-
-@check(
-    "parity.data",
-    "Ranks together see each sample of the global batch exactly once.",
-    mistake="the layout's data axes are wrong: axes along which samples differ must be named in Layout(data=…), and "
-    "ranks that differ on other axes only see the same samples",
-)
-def data(lab: Lab, ranks: int) -> None:
-    """Sample counts as the trainer accounts them, and each rank's inputs."""
-    from mtb_core.testing.probes import Inputs  # noqa: PLC0415  (torch is loaded by now)
-
-    run = lab.done(episode(ranks, steps=2, probes=(Inputs(),)))
-    reference = lab.done(episode(1, subject=False, steps=2, probes=(Inputs(),)))
-    expected = sorted(reference.first.notes["inputs"])
-    by_data_rank: dict[int, list[Any]] = {}
-    for trace in run.traces.values():
-        own = sorted(trace.notes["inputs"])
-        if by_data_rank.setdefault(trace.data_rank, own) != own:
-            raise Mismatch("ranks of one data rank to see the same samples", f"rank {trace.rank} sees others")
-    seen = sorted(row for rows in by_data_rank.values() for row in rows)
-    if seen != expected:
-        raise Mismatch(
-            f"the {len(expected)} samples that `single` sees, each once",
-            f"{len(seen)} samples, {len(set(seen) & set(expected))} of them right",
-        )
 
 
 def _model(whole: Whole) -> Whole:
