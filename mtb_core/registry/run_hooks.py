@@ -75,9 +75,16 @@ class RunManager(pluggy.PluginManager):
 
 @attrs.frozen
 class _Observer:
-    """One implementation of an observer hook by `name`; `sink` is the name where a failure is not the run's."""
+    """One implementation of an observer hook.
+
+    Attributes:
+        name: of the run plugin, or ``sink:NAME``; the key of its state and results.
+        label: how messages call it, and checkpoints written before plugin API 2.
+        sink: the name of a sink, whose failure is not the run's.
+    """
 
     name: str
+    label: str
     call: Callable[..., object]
     sink: str | None
 
@@ -109,13 +116,14 @@ class Hooks:
         label = f"strategy {type(strategy).__name__}"
         _check_strategy(strategy, label)
         _register(manager, strategy, label)
-        owners: dict[int, str] = {}
+        owners: dict[int, tuple[str, bool]] = {}  # name, and whether it is a sink
         # Pluggy calls the last one registered first.
         for name, sink in reversed([*(sinks or {}).items()]):
             _register(manager, sink, f"sink '{name}'")
-            owners[id(sink)] = name
+            owners[id(sink)] = (name, True)
         for name, plugin in reversed([*(plugins or {}).items()]):
             _register(manager, plugin, f"run plugin '{name}'")
+            owners[id(plugin)] = (name, False)
         self._manager, hook = manager, manager.hook
         for name in STRATEGY_HOOKS:
             _check_strategy_hook(getattr(hook, name), strategy, owners)
@@ -244,8 +252,10 @@ class Hooks:
     def plugin_states_loaded(self, states: Mapping[str, Any]) -> None:
         """Give sinks and run plugins the JSON values that they had saved; those of plugins not here are left alone."""
         for observer in self._plugin_state_loaded:
-            if observer.name in states:
-                self._ask(observer, states[observer.name])
+            for name in (observer.name, observer.label):
+                if name in states:
+                    self._ask(observer, states[name])
+                    break
 
     def results(self) -> dict[str, Any]:
         """Values of sinks and run plugins for the result, by name."""
@@ -361,11 +371,11 @@ def _check_implementation(caller: pluggy.HookCaller, plugin: object, label: str)
             raise PluginError(msg)
 
 
-def _check_strategy_hook(caller: pluggy.HookCaller, strategy: Strategy, sinks: Mapping[int, str]) -> None:
+def _check_strategy_hook(caller: pluggy.HookCaller, strategy: Strategy, owners: Mapping[int, tuple[str, bool]]) -> None:
     for impl in caller.get_hookimpls():
         if impl.plugin is strategy:
             continue
-        if id(impl.plugin) in sinks:
+        if owners[id(impl.plugin)][1]:
             msg = f"{impl.plugin_name} implements {caller.name}, but sinks only observe; a run plugin may wrap it."
             raise PluginError(msg)
         if not _wraps(impl):
@@ -393,12 +403,13 @@ def _bind(caller: pluggy.HookCaller) -> Callable[..., object]:
     return caller
 
 
-def _observers(caller: pluggy.HookCaller, sinks: Mapping[int, str]) -> tuple[_Observer, ...]:
-    arguments = _arguments(caller)
-    return tuple(
-        _Observer(impl.plugin_name, _positional(impl, arguments), sinks.get(id(impl.plugin)))
-        for impl in reversed(caller.get_hookimpls())
-    )
+def _observers(caller: pluggy.HookCaller, owners: Mapping[int, tuple[str, bool]]) -> tuple[_Observer, ...]:
+    arguments, found = _arguments(caller), []
+    for impl in reversed(caller.get_hookimpls()):
+        name, sink = owners[id(impl.plugin)]
+        key = f"sink:{name}" if sink else name
+        found.append(_Observer(key, impl.plugin_name, _positional(impl, arguments), name if sink else None))
+    return tuple(found)
 
 
 def _positional(impl: pluggy.HookImpl, arguments: tuple[str, ...]) -> Callable[..., object]:

@@ -274,11 +274,11 @@ class NeedsParent(Right):
         return super().prepare(job)
 
 
-class OddParameters(Right):
-    """A number of parameters that is no integer."""
+class OddFacts(Right):
+    """A fact for the result that is no JSON value."""
 
     def prepare(self, job):
-        return attrs.evolve(super().prepare(job), parameters=10.5)
+        return attrs.evolve(super().prepare(job), facts={"where": torch.zeros(3)})
 
 
 class CallsItself(Right):
