@@ -22,6 +22,7 @@ from .descriptions import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     RunPluginInfo,
     SinkInfo,
@@ -66,6 +67,10 @@ class DiscoverySpecs:
     @hookspec
     def mtb_datasets(self) -> Sequence[DatasetInfo]:  # type: ignore[empty-body]
         """Data sets for ``--data`` and ``--eval-data``, beside paths."""
+
+    @hookspec
+    def mtb_checkpoint_formats(self) -> Sequence[FormatInfo]:  # type: ignore[empty-body]
+        """Checkpoint formats, for ``--checkpoint-format`` and for whatever reads a checkpoint of that format."""
 
     @hookspec
     def mtb_doctor_checks(self) -> Sequence[DoctorCheck]:  # type: ignore[empty-body]

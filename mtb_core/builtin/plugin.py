@@ -10,6 +10,7 @@ from mtb_core import (
     ConfigError,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     Layout,
     ModelInfo,
     NoOptions,
@@ -76,6 +77,13 @@ def mtb_models() -> Sequence[ModelInfo]:
 def mtb_datasets() -> Sequence[DatasetInfo]:
     """`synthetic`."""
     return [DatasetInfo("synthetic", "Random tokens, made as needed.", "mtb_core.data.synthetic:synthetic")]
+
+
+@hookimpl
+def mtb_checkpoint_formats() -> Sequence[FormatInfo]:
+    """`safetensors`."""
+    text = "Safetensors files and a JSON index."
+    return [FormatInfo("safetensors", text, "mtb_core.ckpt.safetensors:SafetensorsStorage")]
 
 
 @hookimpl

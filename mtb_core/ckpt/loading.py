@@ -13,6 +13,7 @@ import torch
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import Piece, RankContext, State
 from mtb_core.ranks.buffers import without_repeats
+from mtb_core.registry.discovery import Registry
 
 from . import files
 from .dtypes import carrier
@@ -63,12 +64,18 @@ class Loaded:
 
 
 def load_checkpoint(
-    path: Path, state: State, ctx: RankContext, group: SaverGroup, *, allow_missing_rng: bool
+    path: Path,
+    state: State,
+    ctx: RankContext,
+    group: SaverGroup,
+    *,
+    allow_missing_rng: bool,
+    registry: Registry | None,
 ) -> Loaded:
     """See `CheckpointManager.load`."""
     what = f"The checkpoint {path} cannot be resumed"
     advice = f"Resume from another one; `mtb checkpoint verify {path}` lists everything that is wrong with it."
-    opened = group.agreed(what, lambda: open_checkpoint(path), advice=advice)
+    opened = group.agreed(what, lambda: open_checkpoint(path, registry), advice=advice)
     everyone = group.gather((files.digest_bytes(dump_json(dict(opened.values))), [*state.pieces]))
     if any(digest != everyone[0][0] for digest, _ in everyone):
         raise RunFailed(f"{what}: the ranks see different files there; all ranks need one shared folder.")

@@ -20,6 +20,7 @@ from mtb_core.api import (
     ConfigError,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     PluginError,
     RunPluginInfo,
@@ -50,6 +51,7 @@ class Registry:
     run_plugins: Mapping[str, RunPluginInfo]
     models: Mapping[str, ModelInfo]
     datasets: Mapping[str, DatasetInfo]
+    checkpoint_formats: Mapping[str, FormatInfo]
     doctor_checks: Mapping[str, DoctorCheck]
 
     def plugins_in_use(self) -> list[tuple[str, str]]:
@@ -85,6 +87,10 @@ class Registry:
     def dataset(self, name: str) -> DatasetInfo:
         """The data set `name`."""
         return self._find("datasets", name)  # type: ignore[no-any-return]
+
+    def checkpoint_format(self, name: str) -> FormatInfo:
+        """The checkpoint format `name`."""
+        return self._find("checkpoint_formats", name)  # type: ignore[no-any-return]
 
     def _find(self, plural: str, name: str) -> Any:
         known = getattr(self, plural)

@@ -11,6 +11,7 @@ from mtb_core.api import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     RunPluginInfo,
     SinkInfo,
@@ -37,6 +38,7 @@ KINDS = (
     Kind("mtb_run_plugins", "run_plugins", "run plugin", RunPluginInfo),
     Kind("mtb_models", "models", "model", ModelInfo),
     Kind("mtb_datasets", "datasets", "data set", DatasetInfo),
+    Kind("mtb_checkpoint_formats", "checkpoint_formats", "checkpoint format", FormatInfo),
     Kind("mtb_doctor_checks", "doctor_checks", "doctor check", DoctorCheck),
 )
 

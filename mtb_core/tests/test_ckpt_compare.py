@@ -139,19 +139,6 @@ def test_random_state(pair):
     assert result["reasons"] == ["rng: rank_00000.torch_cpu differs"]
 
 
-def test_missing_on_both_sides():
-    """Random state and schedule that are missing on both sides are no match: the older format against itself."""
-    from .test_ckpt_versions import DATA
-
-    old = open_checkpoint(DATA / "v1" / "step_00000003")
-    result = strict(compare_checkpoints(old, old))
-    assert result["sections"]["model"]["exact"]
-    assert not result["exact_match"]
-    assert not result["sections"]["rng"]["exact"]
-    assert result["sections"]["scheduler"]["reason"] == "it is missing on both sides"
-    assert result["left_deterministic"] is False
-
-
 def two_ranks(rank, folder):
     training = Training(rank)
     with CheckpointManager(folder) as manager:

@@ -13,6 +13,7 @@ from mtb_core.api.values import Job, Prepared, SyncMode
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.data.dataset import Dataset, content_digest
 from mtb_core.measure.environment import redact_values
+from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 
 from .schedule import learning_rate
@@ -48,11 +49,12 @@ class ResumePoint:
         return self.progress.global_step
 
 
-def find_checkpoint(config: TrainConfig) -> Opened | None:
+def find_checkpoint(config: TrainConfig, registry: Registry) -> Opened | None:
     """What ``--resume`` means for this run; None: start from the beginning.
 
     Raises:
         ConfigError: there is no such checkpoint.
+        PluginError: no plugin in `registry` has the format of its tensors.
     """
     if config.resume is None:
         return None
@@ -61,7 +63,7 @@ def find_checkpoint(config: TrainConfig) -> Opened | None:
 
     folder = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
     path = catalog.find(folder, config.resume)
-    return None if path is None else open_checkpoint(path)
+    return None if path is None else open_checkpoint(path, registry)
 
 
 def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> ResumePoint:
@@ -162,6 +164,8 @@ class RunCheckpoints:
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
                 asynchronous=config.async_save,
+                format_name=config.checkpoint_format,
+                registry=discover(disabled=config.no_plugin),
                 fault_point=hooks.fault_point,
                 published=hooks.checkpoint_published,
             )

@@ -49,6 +49,7 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
     """
     strategy = registry.strategy(config.strategy)
     sinks = _sinks(config, registry)
+    registry.checkpoint_format(config.checkpoint_format)
     check_model(config.model, named=registry.models)
     dataset = open_dataset(config, named=registry.datasets)
     eval_dataset = None if config.eval_data is None else open_dataset(config, "eval_data", named=registry.datasets)
@@ -58,7 +59,7 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
         )
     opened = None
     if config.resume is not None:
-        opened = find_checkpoint(config)
+        opened = find_checkpoint(config, registry)
     elif config.checkpoint_dir is not None:
         _check_checkpoint_folder(Path(config.checkpoint_dir))
     start_step = 0 if opened is None else opened.step
