@@ -12,7 +12,8 @@ from typing import Any, Literal
 import attrs
 
 from mtb_core.api.errors import ConfigError
-from mtb_core.api.values import Layout, Plan, RankContext, World
+from mtb_core.api.layout import Layout, World
+from mtb_core.api.values import Plan, RankContext
 from mtb_core.launch.worker import alone, attach, external_launcher, world_of
 from mtb_core.ranks.context import open_ranks
 from mtb_core.ranks.failures import Failure, failure_of
@@ -92,7 +93,7 @@ def run_ranks(
     _check_devices(device, backend, world.local_size)
     if world.size > 1:
         check_interfaces(device, backend)
-    chosen = layout or Layout((("ranks", world.size),), data=("ranks",))
+    chosen = layout or Layout((("ranks", world.size),), {"ranks": "data"})
     if chosen.size != world.size:
         raise ConfigError(f"The layout {dict(chosen.axes)} has {chosen.size} ranks, but there are {world.size}.")
     work = _Work(main, payload, chosen, device, backend, timeout)

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from mtb_core.api.errors import ConfigError
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
 from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
 from mtb_core.launch.logs import rank_log

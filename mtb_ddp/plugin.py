@@ -12,7 +12,7 @@ from mtb_core import ConfigError, Layout, Plan, StrategyInfo, SyncMode, World, h
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 
@@ -21,7 +21,12 @@ COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 class DDPOptions:
     """Options of strategy ``ddp``."""
 
-    bucket_cap_mb: int = option(25, help="Size of a gradient bucket, MiB; a bucket is one all-reduce.", minimum=1)
+    bucket_cap_mb: int | None = option(
+        None,
+        help="Size of a gradient bucket, MiB; a bucket is one all-reduce. none: torch's own sizes, 1 for the first "
+        "bucket that backward fills and 25 for the others.",
+        minimum=1,
+    )
     gradient_as_bucket_view: bool = option(
         True, help="Let gradients live in the buckets, which saves a copy of them in memory and time."
     )

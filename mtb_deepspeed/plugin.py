@@ -12,7 +12,7 @@ from mtb_deepspeed.requirements import check_requirements
 if TYPE_CHECKING:
     from mtb_core import TrainConfig
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 check_requirements()  # raising here makes the plugin one that is listed with the reason, and nothing else fails
 

@@ -129,7 +129,7 @@ class DeepSpeedStrategy(Strategy):
             return [Shards(held.parts.gradients(), copies=1)]
         return [Shards([p.grad for p in prepared.trainable if p.grad is not None], copies=held.ranks)]
 
-    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> bool:
         """The engine's step; without it, its accumulators are emptied as well."""
         held: _Engine = prepared.engine
         if apply:
@@ -139,6 +139,7 @@ class DeepSpeedStrategy(Strategy):
         else:
             held.engine.zero_grad()
         _forget_used(held)
+        return apply
 
     def state(self, prepared: Prepared) -> State:
         """See `mtb_deepspeed.state`. Buffers are those of rank 0."""

@@ -12,7 +12,7 @@ from mtb_core import ConfigError, Layout, Plan, StrategyInfo, World, hookimpl, o
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 WRAPS = ("block", "root", "auto-size")
 SHARDINGS = ("full", "grad-op", "none")
@@ -101,7 +101,7 @@ def plan(options: FSDPOptions, config: TrainConfig, world: World) -> Plan:
         )
     layout = Layout((("dp", world.size),))
     if options.hsdp > 1:
-        layout = Layout((("replicate", options.hsdp), ("shard", shards)), data=("replicate", "shard"))
+        layout = Layout((("replicate", options.hsdp), ("shard", shards)), {"replicate": "data", "shard": "data"})
     lower = options.param_dtype == "bf16" and config.precision == "fp32"
     return Plan(
         layout,

@@ -9,15 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Replace the gradients of replicated `parameters` by their sums over ranks. All ranks.
+def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Replace the gradients of replicated `parameters` by their sums over each of `groups`, one after the other.
+
+    All ranks of the groups.
 
     A parameter without gradient counts as zero on that rank; one that has none on any rank keeps none.
     """
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     present = torch.tensor([float(p.grad is not None) for p in parameters], device=gradients[0].device)
     flat = torch.cat([*(g.reshape(-1).float() for g in gradients), present])
-    dist.all_reduce(flat)
+    for group in groups:
+        dist.all_reduce(flat, group=group)
     _copy_back(flat, gradients)
     for parameter, gradient, ranks in zip(parameters, gradients, flat[-len(parameters) :].tolist(), strict=True):
         parameter.grad = gradient if ranks else None

@@ -27,6 +27,7 @@ class UsageCheck:
         module: not sharded yet; its hooks are registered here.
         units: names of the units besides the root.
         shards: over how many ranks each parameter is split.
+        ctx: its world are the ranks that hold `module`.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[str], shards: int, ctx: RankContext) -> None:
@@ -54,7 +55,7 @@ class UsageCheck:
             raise MissingGradient(
                 f"Module '{missing[0]}' did not run on rank {self._ctx.rank} ({answer.value}). It is gathered by all "
                 "ranks together, so all must run it in each forward: let the others leave it out too, multiply its "
-                "output by zero, or set --strategy-opt wrap=root.",
+                "output by zero, or use --strategy fsdp --strategy-opt wrap=root.",
                 rank=self._ctx.rank,
             )
         # In this order: to whoever asks meanwhile, a unit must not seem to have run in the next forward.
@@ -79,7 +80,8 @@ class UsageCheck:
         return MissingGradient(
             f"No gradient on rank {self._ctx.rank} ({answer.value}) for some of the parameters of {where} "
             f"({shown}{more}): forward did not use them there. Use them in the loss on every rank, freeze them with "
-            "requires_grad_(False), or set --strategy-opt unused_parameters=true, which counts them as zero.",
+            "requires_grad_(False), or use --strategy fsdp --strategy-opt unused_parameters=true, which counts them as "
+            "zero.",
             rank=self._ctx.rank,
         )
 

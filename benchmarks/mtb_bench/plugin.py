@@ -8,7 +8,7 @@ from mtb_core import NoOptions, RunInfo, SinkInfo, hookimpl
 
 from .gate import Gate
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 
 class GateSink:

@@ -1,5 +1,6 @@
 """The public contract: values, hooks, the `Strategy` base class, options, errors. Torch-free until used."""
 
+from .control import Control
 from .descriptions import (
     CommandInfo,
     DatasetInfo,
@@ -7,7 +8,9 @@ from .descriptions import (
     DoctorResult,
     FormatInfo,
     ModelInfo,
+    OptimizerInfo,
     RunPluginInfo,
+    ScheduleInfo,
     SinkInfo,
     StrategyInfo,
     load_reference,
@@ -23,37 +26,28 @@ from .errors import (
 )
 from .flat import fragment_pieces
 from .hooks import PLUGIN_API, DiscoverySpecs, ObserverSpecs, RunSpecs, StrategySpecs, hookimpl
+from .layout import Layout, Role, World
 from .options import NoOptions, OptionHelp, describe_options, nearest, option, parse_options
-from .records import RunInfo, StepRecord
+from .records import Phase, RunInfo, StepRecord
 from .strategy import Strategy
-from .values import (
-    Job,
-    Layout,
-    MicroBatch,
-    ModelSpec,
-    OptimizerRecipe,
-    Piece,
-    Plan,
-    Prepared,
-    RankContext,
-    Shards,
-    State,
-    SyncMode,
-    World,
-)
+from .values import Job, ModelSpec, OptimizerRecipe, Piece, Plan, Prepared, RankContext, State, SyncMode
+from .work import EvaluationWork, Loss, MicroBatch, Shards, StepWork
 
 __all__ = [
     "PLUGIN_API",
     "CheckFailed",
     "CommandInfo",
     "ConfigError",
+    "Control",
     "DatasetInfo",
     "DiscoverySpecs",
     "DoctorCheck",
     "DoctorResult",
+    "EvaluationWork",
     "FormatInfo",
     "Job",
     "Layout",
+    "Loss",
     "MicroBatch",
     "MissingGradient",
     "ModelInfo",
@@ -62,21 +56,26 @@ __all__ = [
     "NoOptions",
     "NonFinite",
     "ObserverSpecs",
+    "OptimizerInfo",
     "OptimizerRecipe",
     "OptionHelp",
+    "Phase",
     "Piece",
     "Plan",
     "PluginError",
     "Prepared",
     "RankContext",
+    "Role",
     "RunFailed",
     "RunInfo",
     "RunPluginInfo",
     "RunSpecs",
+    "ScheduleInfo",
     "Shards",
     "SinkInfo",
     "State",
     "StepRecord",
+    "StepWork",
     "Strategy",
     "StrategyInfo",
     "StrategySpecs",

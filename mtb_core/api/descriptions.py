@@ -13,7 +13,8 @@ from .options import NoOptions
 if TYPE_CHECKING:
     from mtb_core.config.schema import TrainConfig
 
-    from .values import Plan, World
+    from .layout import World
+    from .values import Plan
 
 
 def _reference(instance: Any, attribute: Any, value: str) -> None:
@@ -27,6 +28,12 @@ def load_reference(reference: str) -> Any:
     """The object that ``"package.module:name"`` names; imports the module."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def construct(info: Any, options: Any, *arguments: Any) -> Any:
+    """Call the `impl` of `info` with `arguments`, and with `options` after them if it declares any."""
+    make = load_reference(info.impl)
+    return make(*arguments) if info.options is NoOptions else make(*arguments, options)
 
 
 @attrs.frozen
@@ -75,29 +82,68 @@ class SinkInfo:
 
 @attrs.frozen
 class RunPluginInfo:
-    """An object that observes or wraps the hooks of every run while its plugin is enabled; made as ``Class()``."""
+    """An object that observes, wraps or acts on runs; made on every rank as ``Class(options)``, or ``Class()`` without.
+
+    Attributes:
+        name: the part before the dot in ``--plugin-opt NAME.KEY=VALUE``.
+        help: one line.
+        impl: ``"package.module:Class"``; its methods, marked with ``hookimpl``, implement or wrap run hooks.
+        options: its options class.
+        always: it takes part in every run. Otherwise it takes part where one of its options is given. None: always if
+            it has no options.
+    """
 
     name: str
     help: str
     impl: str = attrs.field(validator=_reference)
+    options: type = NoOptions
+    always: bool | None = None
 
 
 @attrs.frozen
 class ModelInfo:
-    """A named model; `impl` is a function ``(config: TrainConfig) -> ModelSpec``."""
+    """A named model; `impl` is a function ``(config: TrainConfig) -> ModelSpec``, or ``(config, options)`` with options."""
 
     name: str
     help: str
     impl: str = attrs.field(validator=_reference)
+    options: type = NoOptions
 
 
 @attrs.frozen
 class DatasetInfo:
-    """A named data set; `impl` is a function ``(config: TrainConfig) -> mtb_core.data.Dataset``."""
+    """A named data set; `impl` is a function ``(config) -> mtb_core.data.Dataset``, or ``(config, options)`` with options."""
 
     name: str
     help: str
     impl: str = attrs.field(validator=_reference)
+    options: type = NoOptions
+
+
+@attrs.frozen
+class OptimizerInfo:
+    """An optimizer; `impl` is a function ``(config, device) -> OptimizerRecipe``, or ``(config, device, options)``.
+
+    `device` is ``"cpu"`` or ``"cuda:N"``.
+    """
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+    options: type = NoOptions
+
+
+@attrs.frozen
+class ScheduleInfo:
+    """A learning-rate schedule; `impl` is a function ``(config) -> schedule``, or ``(config, options)`` with options.
+
+    ``schedule(step)`` is the rate of the step that follows `step` completed ones: a pure function of one number.
+    """
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+    options: type = NoOptions
 
 
 @attrs.frozen

@@ -1,17 +1,22 @@
 """The hook specifications: the whole contract between core and plugins.
 
-Two layers. *Discovery* hooks are implemented by plugin modules (functions marked with ``hookimpl``) and say what
-exists; they run in every ``mtb`` process, import no torch and must be quick. *Run* hooks say what happens; for each
-trial of a run a manager is made with the strategy, the sinks and the run plugins. "Strategy" hooks have exactly one
-implementation, the method of the `Strategy`; others may wrap them (``hookimpl(wrapper=True)``). "Observer" hooks
+There are two layers. *Discovery* hooks are implemented by plugin modules (functions marked with ``hookimpl``) and name
+what exists; they run in every ``mtb`` process, import no torch and must be quick. *Run* hooks do the work; for each
+trial of a run a manager is made with the strategy, the sinks and the run plugins. A "strategy" hook has exactly one
+implementation, the method of the `Strategy`; run plugins may wrap it (``hookimpl(wrapper=True)``). "Observer" hooks
 call every implementation, in registration order: run plugins, then sinks; they cannot be wrapped.
+
+The order within a trial: ``mtb_worker_started``, ``mtb_prepare``, (``mtb_state``, loading, ``mtb_state_loaded``,)
+``mtb_run_started``; in each step ``mtb_accumulate`` (which calls ``mtb_micro_batch`` and ``mtb_backward``),
+``mtb_gradients``, ``mtb_optimizer_step``, ``mtb_step_recorded``; between steps ``mtb_evaluate`` and ``mtb_state``; at
+the end ``mtb_result``, ``mtb_run_finished`` and ``mtb_close``.
 
 A hook is append-only within one `PLUGIN_API` number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +29,21 @@ from .descriptions import (
     DoctorCheck,
     FormatInfo,
     ModelInfo,
+    OptimizerInfo,
     RunPluginInfo,
+    ScheduleInfo,
     SinkInfo,
     StrategyInfo,
 )
-from .records import RunInfo, StepRecord
-from .values import Job, MicroBatch, Prepared, Shards, State
+from .records import Phase, RunInfo, StepRecord
+from .values import Job, Prepared, RankContext, State
+from .work import EvaluationWork, Loss, MicroBatch, Shards, StepWork
 
 if TYPE_CHECKING:
     import torch
 
-#: Version of the plugin API. A plugin module states the one it was written for: ``PLUGIN_API = 1``.
-PLUGIN_API = 1
+#: Version of the plugin API. A plugin module states the one it was written for: ``PLUGIN_API = 2``.
+PLUGIN_API = 2
 
 hookspec = pluggy.HookspecMarker("mtb")
 hookimpl = pluggy.HookimplMarker("mtb")
@@ -58,7 +66,7 @@ class DiscoverySpecs:
 
     @hookspec
     def mtb_run_plugins(self) -> Sequence[RunPluginInfo]:  # type: ignore[empty-body]
-        """Objects that observe or wrap every run's hooks while the plugin is enabled."""
+        """Objects that observe, wrap or act on runs, for ``--plugin-opt``."""
 
     @hookspec
     def mtb_models(self) -> Sequence[ModelInfo]:  # type: ignore[empty-body]
@@ -67,6 +75,14 @@ class DiscoverySpecs:
     @hookspec
     def mtb_datasets(self) -> Sequence[DatasetInfo]:  # type: ignore[empty-body]
         """Data sets for ``--data`` and ``--eval-data``, beside paths."""
+
+    @hookspec
+    def mtb_optimizers(self) -> Sequence[OptimizerInfo]:  # type: ignore[empty-body]
+        """Optimizers for ``--optimizer``."""
+
+    @hookspec
+    def mtb_schedules(self) -> Sequence[ScheduleInfo]:  # type: ignore[empty-body]
+        """Learning-rate schedules for ``--lr-scheduler``."""
 
     @hookspec
     def mtb_checkpoint_formats(self) -> Sequence[FormatInfo]:  # type: ignore[empty-body]
@@ -90,16 +106,42 @@ class StrategySpecs:
         """
 
     @hookspec(firstresult=True)
+    def mtb_accumulate(self, prepared: Prepared, work: StepWork) -> Loss:  # type: ignore[empty-body]
+        """Run all forwards and backwards of a step; return this rank's loss and metrics, detached.
+
+        Called once a step on all ranks, and once more to find out whose gradient is not finite. Afterwards every
+        gradient must be the SUM of all ranks' and micro-batches' shares. The default goes through ``mtb_micro_batch``
+        and ``mtb_backward``, one micro-batch after the other; a strategy that schedules otherwise need not call them.
+        Core uses the answers of those ranks that count (`Layout.counts_loss`). An exception ends all ranks.
+        """
+
+    @hookspec(firstresult=True)
+    def mtb_evaluate(self, prepared: Prepared, work: EvaluationWork) -> Loss | None:
+        """Run all forwards of an evaluation; return this rank's loss, None without any batch.
+
+        Called on all ranks, in evaluation mode and without gradients. Collectives are allowed.
+        """
+
+    @hookspec(firstresult=True)
+    def mtb_all_sum(self, prepared: Prepared, vector: torch.Tensor) -> Callable[[], object]:  # type: ignore[empty-body]
+        """Begin to sum `vector` over all ranks in place; return a function that waits for the end of it.
+
+        This is the agreement of the ranks: loss, norm, tokens and votes, a few float64 numbers on the rank's device.
+        Called once a step, before the first step, after going back to a checkpoint, and at the end of an evaluation;
+        on all ranks alike, not on a single rank. A NaN of one rank must come out as NaN. Backward may run meanwhile.
+        """
+
+    @hookspec(firstresult=True)
     def mtb_micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:  # type: ignore[empty-body]
         """The sync context of one micro-batch: entered before forward, left after backward.
 
-        Called ``accumulation`` times a step on all ranks. Where ``micro.sync`` is false, gradients stay local until
+        Called by ``mtb_accumulate``: by its default ``accumulation`` times a step, on all ranks. Where ``micro.sync`` is false, gradients stay local until
         a later micro-batch of the step. Leaving it, also by an exception, restores the synchronising state.
         """
 
     @hookspec(firstresult=True)
     def mtb_backward(self, prepared: Prepared, loss: torch.Tensor) -> None:
-        """Run backward of one micro-batch, inside its sync context.
+        """Run backward of one micro-batch, inside its sync context. Called by ``mtb_accumulate``.
 
         `loss` is a scalar, this rank's share: sum over its valid tokens divided by the number of valid tokens of the
         whole global batch. After the last micro-batch, every gradient must be the SUM of all ranks' and
@@ -114,10 +156,11 @@ class StrategySpecs:
         """
 
     @hookspec(firstresult=True)
-    def mtb_optimizer_step(self, prepared: Prepared, apply: bool) -> None:
-        """Apply the optimizer if `apply`; clear the gradients always.
+    def mtb_optimizer_step(self, prepared: Prepared, apply: bool) -> bool:  # type: ignore[empty-body]
+        """Apply the optimizer if `apply`, and clear the gradients always; return True if it was applied.
 
-        Called once a step on all ranks, with equal `apply`.
+        Called once a step on all ranks, with equal `apply`; the answers must be equal as well. A step that was not
+        applied counts as skipped. A wrapper must return what it got (``return (yield)``); None is an error.
         """
 
     @hookspec(firstresult=True)
@@ -130,7 +173,12 @@ class StrategySpecs:
 
     @hookspec(firstresult=True)
     def mtb_state_loaded(self, prepared: Prepared, state: State) -> None:
-        """The pieces of `state` have been filled; renew what was derived from them. All ranks, collectives allowed."""
+        """The pieces of `state` have been filled; renew what was derived from them. All ranks, collectives allowed.
+
+        ``state.scalars`` are those that this strategy had saved; empty if the checkpoint is another strategy's. Pieces
+        under ``strategy/NAME/…`` are as they were if the checkpoint has none of them.
+        Called when a run resumes and when it goes back to a checkpoint.
+        """
 
     @hookspec(firstresult=True)
     def mtb_close(self, prepared: Prepared) -> None:
@@ -150,8 +198,30 @@ class ObserverSpecs:
     """
 
     @hookspec
+    def mtb_worker_started(self, ctx: RankContext, folder: Path) -> None:
+        """The rank is up and its process group open; the first hook of a trial. `folder` is the run's."""
+
+    @hookspec
+    def mtb_phase(self, phase: Phase, step: int) -> None:
+        """The rank enters `phase`; `step` is the step that it is at. Called at each change of phase.
+
+        A phase lasts until the next one begins. A watchdog can so tell a long save from a hang.
+        """
+
+    @hookspec
     def mtb_run_started(self, info: RunInfo) -> None:
-        """A trial is prepared and about to take its first step; once a trial."""
+        """A trial is prepared and about to take its first step; once a trial.
+
+        ``info.control`` lets a run plugin act on the run.
+        """
+
+    @hookspec
+    def mtb_step_metrics(self) -> Mapping[str, float] | None:
+        """Figures of this plugin for the step's record, by name; the mean over all ranks is recorded.
+
+        Called once before the first step, to learn the names, and then once a step on all ranks, at the step's
+        agreement. The names must stay the same and be the same on all ranks; None: no figures.
+        """
 
     @hookspec
     def mtb_step_recorded(self, record: StepRecord) -> None:
@@ -178,15 +248,27 @@ class ObserverSpecs:
         """
 
     @hookspec
-    def mtb_plugin_state(self) -> Mapping[str, Any] | None:
-        """What this sink or run plugin wants saved in a checkpoint: JSON values, equal on all ranks; None: nothing.
+    def mtb_plugin_state(self, state: State) -> State | Mapping[str, Any] | None:
+        """The state of this sink or run plugin for a checkpoint; None: there is none.
 
-        Called once a save.
+        Called on all ranks for each save, and before loading. JSON values must be equal on all ranks. A plugin that has
+        tensors returns a `State`: its pieces are saved like those of the strategy and filled in place on loading. `state`
+        is the strategy's, so that such pieces can be made in the shape of the model's.
         """
 
     @hookspec
     def mtb_plugin_state_loaded(self, state: Mapping[str, Any]) -> None:
-        """The run resumes; `state` is what this plugin, under the same name, had saved. Before `mtb_run_started`."""
+        """The run resumes or goes back; `state` holds the JSON values that this plugin, under the same name, had saved.
+
+        Its pieces, if it has any, have been filled. Called before ``mtb_run_started`` where a run resumes.
+        """
+
+    @hookspec
+    def mtb_result(self) -> Mapping[str, Any] | None:
+        """JSON values for the result, under ``plugin_results`` and this plugin's name; None: nothing.
+
+        Called on all ranks at the end of a trial; the answer of rank 0 is recorded.
+        """
 
     @hookspec
     def mtb_run_finished(self, exit_reason: str) -> None:

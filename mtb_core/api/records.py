@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
 if TYPE_CHECKING:
     from mtb_core.config.schema import TrainConfig
 
+    from .control import Control
     from .values import RankContext
+
+#: What a rank is at: building the model, taking a step (``compile``: one in which torch.compile may compile), saving
+#: or loading a checkpoint, evaluating, ending.
+Phase = Literal["prepare", "compile", "step", "save", "load", "evaluate", "close"]
 
 
 @attrs.frozen
@@ -27,10 +32,11 @@ class StepRecord:
         grad_norm: global 2-norm of the gradients before clipping.
         param_norm: None: not measured.
         learning_rate: of the first parameter group, as used in this step.
-        skipped: the optimizer was not applied (``--on-nonfinite skip``).
+        skipped: the optimizer was not applied (``--on-nonfinite skip``, or a run plugin or the strategy left it out).
         valid_tokens: of the global batch, targets with the ignore label left out.
         data_time_ms: waiting for the batch.
-        forward_backward_ms: all micro-batches, gradient synchronisation and the agreement of the ranks included.
+        forward_backward_ms: all micro-batches, gradient synchronisation and the agreement of the ranks included, waiting
+            for data left out.
         optimizer_step_ms: clipping, optimizer, clearing of gradients.
         step_time_ms: from asking for the batch to the end of the optimizer's work; saving, evaluation and reporting
             are outside.
@@ -38,6 +44,8 @@ class StepRecord:
         memory_mib: peak so far, see `memory_kind` of the result.
         warmup: the step belongs to the benchmark's warm-up and is not in the averages.
         time: UTC, ISO 8601; for people, never for durations.
+        metrics: further figures by name. Those of the model and the strategy (`Loss.metrics`) are means over the valid
+            tokens of the global batch, those of run plugins means over the ranks.
     """
 
     global_step: int
@@ -59,6 +67,7 @@ class StepRecord:
     memory_mib: float
     warmup: bool
     time: str
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -72,6 +81,7 @@ class RunInfo:
         trial: index of the trial under ``--repeat``.
         progress: ``progress(fields)`` hands a small JSON-like mapping to whoever owns the terminal; cheap, never
             blocks, does nothing where nobody shows it.
+        control: lets a run plugin act on the run; None for sinks.
     """
 
     config: TrainConfig
@@ -81,3 +91,4 @@ class RunInfo:
     last_step: int
     trial: int
     progress: Callable[[dict[str, Any]], None]
+    control: Control | None = None

@@ -42,18 +42,24 @@ def module_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def create_missing_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that AdamW and SGD with momentum make lazily, as zeros, without taking a step."""
+    """Make the state that an optimizer makes at its first step, as it is before that step, without taking one.
+
+    An optimizer with a method ``initial_state(parameter, group)`` says itself what that is; otherwise it is taken for
+    AdamW (a group with ``betas``) or SGD with momentum.
+    """
+    initial = getattr(optimizer, "initial_state", _initial_state)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if not parameter.requires_grad or optimizer.state.get(parameter):
-                continue
-            if "betas" in group:
-                on_device = group.get("fused") or group.get("capturable")
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-                optimizer.state[parameter] = {
-                    "step": step,
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
-            elif group.get("momentum"):
-                optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            if parameter.requires_grad and not optimizer.state.get(parameter) and (made := initial(parameter, group)):
+                optimizer.state[parameter] = made
+
+
+def _initial_state(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if "betas" in group:
+        on_device = group.get("fused") or group.get("capturable")
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return {"momentum_buffer": torch.zeros_like(parameter)} if group.get("momentum") else {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from .values import Job, MicroBatch, Prepared, Shards, State
+from .values import Job, Prepared, State
+from .work import EvaluationWork, Loss, MicroBatch, Shards, StepWork
 
 if TYPE_CHECKING:
     import torch
@@ -32,16 +33,47 @@ class Strategy:
         """Add this micro-batch's gradients; over all ranks and micro-batches they must come out as the SUM."""
         loss.backward()
 
+    def accumulate(self, prepared: Prepared, work: StepWork) -> Loss:
+        """Forward and backward of every micro-batch, one after the other."""
+        total: Loss | None = None
+        last = len(work.micros) - 1
+        for micro, inputs, targets, valid in zip(work.micros, work.inputs, work.targets, work.valid, strict=True):
+            with work.micro_batch(micro):
+                loss = work.forward(prepared.module, inputs, targets, valid)
+                total = loss.plus(total)
+                if micro.index == last:
+                    work.announce(total)
+                work.backward(loss.objective * work.share)
+        assert total is not None
+        return total
+
+    def evaluate(self, prepared: Prepared, work: EvaluationWork) -> Loss | None:
+        """Forward of every batch."""
+        total: Loss | None = None
+        for inputs, targets, valid in work.batches:
+            total = work.forward(prepared.module, inputs, targets, valid).plus(total)
+        return total
+
+    def all_sum(self, prepared: Prepared, vector: torch.Tensor) -> Callable[[], object]:
+        """All-reduce over the default process group."""
+        import torch.distributed as dist  # noqa: PLC0415  (torch is imported when it is used)
+
+        work = dist.all_reduce(vector, async_op=True)
+        assert work is not None
+        waiting: Callable[[], object] = work.wait
+        return waiting
+
     def gradients(self, prepared: Prepared) -> Sequence[Shards]:
         """This rank's gradients for norm and clipping."""
         return [Shards([p.grad for p in prepared.trainable if p.grad is not None], copies=1)]
 
-    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
-        """Apply the optimizer if `apply`, and clear the gradients in either case."""
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> bool:
+        """Apply the optimizer if `apply`, and clear the gradients in either case; True if it was applied."""
         if apply:
             prepared.optimizer.step()
         for parameter in prepared.trainable:
             parameter.grad = None
+        return apply
 
     def state(self, prepared: Prepared) -> State:
         """Parameters, persistent buffers and optimizer state in global coordinates."""

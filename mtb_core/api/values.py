@@ -7,11 +7,12 @@ imported for types only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
+
+from .layout import Layout, World
 
 if TYPE_CHECKING:
     import torch
@@ -21,83 +22,39 @@ if TYPE_CHECKING:
 
     from mtb_core.config.schema import TrainConfig
 
+    from .work import Loss
+
 SyncMode = Literal["every", "last"]
-
-
-@attrs.frozen
-class World:
-    """How many ranks there are and how they are spread: ``size`` in all, ``local_size`` on each node."""
-
-    size: int
-    local_size: int
-
-
-@attrs.frozen
-class Layout:
-    """How ranks are arranged: axes outermost first, ranks row-major over them.
-
-    Pure arithmetic, fixed before any rank exists. `data` names the axes along which samples differ; ranks that
-    differ only along other axes (tensor parallel, say) see the same samples.
-    """
-
-    axes: tuple[tuple[str, int], ...]
-    data: tuple[str, ...] = ("dp",)
-
-    def __attrs_post_init__(self) -> None:
-        names = [name for name, _ in self.axes]
-        unknown = [name for name in self.data if name not in names]
-        if unknown or len(set(names)) != len(names):
-            msg = f"Layout needs distinct axes that contain the data axes; got axes {names}, data {list(self.data)}"
-            raise ValueError(msg)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return math.prod(size for _, size in self.axes)
-
-    @property
-    def data_size(self) -> int:
-        """Number of different sample streams."""
-        return math.prod(size for name, size in self.axes if name in self.data)
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Position of `rank` on each axis."""
-        out: dict[str, int] = {}
-        for name, size in reversed(self.axes):
-            rank, out[name] = divmod(rank, size)
-        return out
-
-    def data_rank(self, rank: int) -> int:
-        """Which sample stream `rank` sees, in ``range(data_size)``."""
-        coordinates, index = self.coordinates(rank), 0
-        for name, size in self.axes:
-            if name in self.data:
-                index = index * size + coordinates[name]
-        return index
-
-    def leads(self, rank: int) -> bool:
-        """Whether `rank` is the one of its sample stream that counts (losses, tokens)."""
-        return all(index == 0 for name, index in self.coordinates(rank).items() if name not in self.data)
 
 
 @attrs.frozen
 class Plan:
     """What a strategy promises for given options, configuration and world; made before any rank starts.
 
+    Core refuses a run that asks for more than its plan promises, before any rank starts.
+
     Attributes:
         layout: the arrangement of ranks.
         sync_modes: gradient sync modes it can honour.
         auto_sync: what ``--gradient-sync-mode auto`` means here.
+        sums_gradients: after ``mtb_accumulate`` every gradient is the SUM over all ranks and micro-batches. False for
+            strategies whose replicas differ between synchronisations (local SGD).
         exact: losses equal those of ``single`` on the same global batch, up to rounding.
         reduce_dtype: dtype in which gradients are summed over ranks, ``"fp32"`` or ``"bf16"``…
-        process_group: whether a process group is needed even at one rank.
-        exact_resume: whether the state that a checkpoint holds is all that later steps depend on.
-        missing_gradients: whether the strategy copes with parameters that get no gradient on some ranks.
-        finds_missing_gradients: whether the strategy, which leaves no ``.grad`` for core to look at, raises
-            `MissingGradient` itself in backward.
-        sharded: no rank holds all of the model and its optimizer, where there are several data ranks.
-        custom_models: takes any `ModelSpec`, not only one with a tensor-parallel plan.
+        process_group: a process group is needed even at one rank.
+        exact_resume: the state that a checkpoint holds is all that later steps depend on.
         resharding: its checkpoints can be resumed on another number of ranks and by other strategies.
+        missing_gradients: the strategy copes with parameters that get no gradient on some ranks.
+        finds_missing_gradients: the strategy, which leaves no ``.grad`` for core to look at, raises `MissingGradient`
+            itself in backward.
+        sharded: no rank holds all of the model and its optimizer, where there are several data ranks.
+        accumulation: several micro-batches a step are possible.
+        least_micro_batches: the smallest number of micro-batches a step.
+        clipping: ``--max-grad-norm`` is possible.
+        bf16: ``--precision bf16`` is possible.
+        tied_weights: models whose modules share a parameter are possible.
+        custom_models: any `ModelSpec` is possible, not only one that names the modules' roles.
+        metrics: names of the figures that ``mtb_accumulate`` adds to `Loss.metrics`.
         options: the options with what they leave open filled in (from a file that one of them names, or by defaults
             that depend on others); None: they are whole as given. It is these that the strategy gets and that
             results and ``config.toml`` record; planned again with them, the plan must be the same.
@@ -106,15 +63,22 @@ class Plan:
     layout: Layout
     sync_modes: tuple[SyncMode, ...] = ("every", "last")
     auto_sync: SyncMode = "last"
+    sums_gradients: bool = True
     exact: bool = True
     reduce_dtype: str = "fp32"
     process_group: bool = True
-    missing_gradients: bool = False
     exact_resume: bool = True
+    resharding: bool = True
+    missing_gradients: bool = False
     finds_missing_gradients: bool = False
     sharded: bool = False
+    accumulation: bool = True
+    least_micro_batches: int = 1
+    clipping: bool = True
+    bf16: bool = True
+    tied_weights: bool = True
     custom_models: bool = True
-    resharding: bool = True
+    metrics: tuple[str, ...] = ()
     options: Any = None
 
 
@@ -149,9 +113,14 @@ class RankContext:
         return self.layout.data_rank(self.rank)
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank counts for its sample stream."""
-        return self.layout.leads(self.rank)
+    def counts_loss(self) -> bool:
+        """True if this rank's losses, metrics and valid tokens go into the sums over ranks."""
+        return self.layout.counts_loss(self.rank)
+
+    @property
+    def counts_samples(self) -> bool:
+        """True if this rank's samples go into the sums over ranks."""
+        return self.layout.counts_samples(self.rank)
 
 
 @attrs.frozen
@@ -162,14 +131,21 @@ class ModelSpec:
         build: makes the module, on whatever ``torch.device`` context is active (core uses ``meta`` if `init` is set).
         init: ``init(name, tensor, generator)`` fills the full tensor of one parameter or buffer in place, all of it;
             weights then depend on (seed, name) only. None: the module's own initialisation under the run's seed.
-        loss: ``loss(output, targets)``: SUM over valid tokens, a scalar. None: see `mtb_core.model.loss`.
+        loss: ``loss(output, targets)`` gives the SUM over valid tokens, a scalar; or a `Loss`, which has room for
+            auxiliary losses and metrics. None: see `mtb_core.model.loss`.
         blocks: qualified names of the repeated blocks: the units of activation checkpointing, sharding, compilation.
-        tensor_parallel: a module's qualified name to its role under tensor parallelism, or None. ``"colwise"`` and
+        role: a module's qualified name to its role under model parallelism, or None. Under tensor parallelism ``"colwise"`` and
             ``"rowwise"``: linear layers, split by output and by input features. For sequence parallelism also
             ``"stem"``: what gives the first [batch, length, features] of the residual stream, and ``"norm"``: what
             stands between the stream and colwise layers or the head, and treats each position alone. For a
             vocabulary split over ranks ``"embedding"`` and ``"head"``. ``"dropout"``: an ``nn.Dropout`` on the stream,
-            called once a forward.
+            called once a forward. For context parallelism ``"attention"``: causal attention, called with (q, k, v,
+            dropout), the first three [batch, heads, length, features]; and a ``"stem"`` must take ``positions``, int64
+            [length], as a keyword. For expert parallelism ``"experts"``: called with [experts, rows, features], and
+            the first dimension of its parameters is the expert.
+        chain: qualified names of modules whose composition, in order, is the model's forward. A pipeline cuts the model
+            between them. Empty: it cannot be cut.
+        metrics: names of the figures that `loss` gives as `Loss.metrics`.
         flops_per_token: model FLOPs of forward and backward for one token, by convention name
             (see `mtb_core.model.flops`); empty where unknown.
         vocab_size: None where the model has no vocabulary.
@@ -177,19 +153,31 @@ class ModelSpec:
 
     build: Callable[[], nn.Module]
     init: Callable[[str, torch.Tensor, torch.Generator], None] | None = None
-    loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    loss: Callable[[Any, torch.Tensor], torch.Tensor | Loss] | None = None
     blocks: tuple[str, ...] = ()
-    tensor_parallel: Callable[[str], str | None] | None = None
+    role: Callable[[str], str | None] | None = None
+    chain: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     flops_per_token: Mapping[str, float] = attrs.field(factory=dict)
     vocab_size: int | None = None
 
 
 @attrs.frozen
 class OptimizerRecipe:
-    """How to make the run's optimizer over any parameters: ``factory(groups, **defaults)``."""
+    """How to make the run's optimizer over any parameters: ``factory(groups, **defaults)``.
+
+    Attributes:
+        factory: the optimizer's class. If its objects have a method ``initial_state(parameter, group)``, it gives the
+            state before the first step, by key, so that a checkpoint can be loaded before any step. Core knows the
+            state of torch's AdamW and SGD.
+        defaults: keyword arguments besides the groups.
+        groups: ``groups(module)`` gives the parameter groups, each with ``initial_lr``, from which the schedule
+            computes ``lr``. None: core's two, with and without weight decay.
+    """
 
     factory: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
 
 
 @attrs.frozen
@@ -240,8 +228,9 @@ class Prepared:
         core: its ``named_parameters()`` give the plain names, the same for every strategy.
         optimizer: ``param_groups[*]["lr"]`` is written by core before each step.
         engine: whatever else the strategy keeps.
-        parameters: number of elements of all parameters, where `core` holds a part of some of them and does not show
-            it; None: core counts.
+        positions: the positions of a sample that this rank has, in the order in which it has them, where ranks share
+            samples along an axis of the role ``"tokens"``; None: all. Core cuts the batches and counts the tokens.
+        facts: JSON values for the result, under ``strategy_facts``. Read at the end of the trial, on rank 0.
         trainable: `core`'s trainable parameters; listed once, for walking the modules in every step is not free.
     """
 
@@ -249,32 +238,13 @@ class Prepared:
     core: nn.Module
     optimizer: torch.optim.Optimizer
     engine: Any = None
-    parameters: int | None = None
+    positions: Sequence[int] | None = None
+    facts: dict[str, Any] = attrs.field(factory=dict)
     trainable: tuple[nn.Parameter, ...] = attrs.field(init=False, repr=False)
 
     @trainable.default
     def _list_trainable(self) -> tuple[nn.Parameter, ...]:
         return tuple(p for p in self.core.parameters() if p.requires_grad)
-
-
-@attrs.frozen
-class MicroBatch:
-    """Position of a micro-batch in its step; `sync` says whether its gradients are to be synchronised."""
-
-    index: int
-    count: int
-    sync: bool
-
-
-@attrs.frozen
-class Shards:
-    """Gradients for the global norm and clipping: live, plain, local tensors.
-
-    `copies` is how many ranks hold these same elements (1 where every rank holds different ones).
-    """
-
-    tensors: list[torch.Tensor]
-    copies: int
 
 
 @attrs.frozen
@@ -299,8 +269,9 @@ class State:
     Attributes:
         pieces: this rank's parts by key: ``model/NAME`` for parameters and persistent buffers,
             ``optim/NAME/KEY`` for optimizer state (``exp_avg``, ``exp_avg_sq``, ``step``, …). Replicated tensors are
-            given by every rank. A tied parameter appears once, under its first name.
-        scalars: JSON values, equal on all ranks.
+            given by every rank. A tied parameter appears once, under its first name. State that is a strategy's own
+            has keys ``strategy/NAME/…`` with the strategy's name; other strategies leave it out.
+        scalars: JSON values of the strategy, equal on all ranks.
     """
 
     pieces: Mapping[str, Sequence[Piece]]

@@ -14,7 +14,9 @@ from mtb_core import (
     Layout,
     ModelInfo,
     NoOptions,
+    OptimizerInfo,
     Plan,
+    ScheduleInfo,
     SinkInfo,
     StrategyInfo,
     World,
@@ -24,7 +26,7 @@ from mtb_core import (
 if TYPE_CHECKING:
     from mtb_core import TrainConfig
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 
 def plan_single(options: NoOptions, config: TrainConfig, world: World) -> Plan:  # noqa: ARG001  (as every plan)
@@ -77,6 +79,24 @@ def mtb_models() -> Sequence[ModelInfo]:
 def mtb_datasets() -> Sequence[DatasetInfo]:
     """`synthetic`."""
     return [DatasetInfo("synthetic", "Random tokens, made as needed.", "mtb_core.data.synthetic:synthetic")]
+
+
+@hookimpl
+def mtb_optimizers() -> Sequence[OptimizerInfo]:
+    """`adamw` and `sgd`, of torch."""
+    return [
+        OptimizerInfo("adamw", "AdamW of torch.optim.", "mtb_core.train.optim:adamw"),
+        OptimizerInfo("sgd", "SGD of torch.optim, with momentum.", "mtb_core.train.optim:sgd"),
+    ]
+
+
+@hookimpl
+def mtb_schedules() -> Sequence[ScheduleInfo]:
+    """`constant` and `cosine`."""
+    return [
+        ScheduleInfo("constant", "Always the same rate.", "mtb_core.train.schedule:constant"),
+        ScheduleInfo("cosine", "Linear warm-up, then half a cosine.", "mtb_core.train.schedule:cosine"),
+    ]
 
 
 @hookimpl

@@ -38,7 +38,7 @@ def metrics_line(record: StepRecord) -> str:
     # One test instead of ten: a sum is finite only if all its terms are. An overflow only costs the slower way.
     total = r.loss + r.grad_norm + r.learning_rate + r.data_time_ms + r.forward_backward_ms + r.optimizer_step_ms
     total += r.step_time_ms + r.checkpoint_time_ms + r.memory_mib + (r.param_norm or 0.0)
-    if not math.isfinite(total):
+    if not math.isfinite(total) or r.metrics:
         return _line_with_nulls(record)
     return (
         f'{{"global_step": {r.global_step}, "loss": {r.loss}, "grad_norm": {r.grad_norm}, '
@@ -58,6 +58,9 @@ def _line_with_nulls(record: StepRecord) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             fields[name] = None
             fields["nonfinite"] = True
+    fields["metrics"] = {n: v if math.isfinite(v) else None for n, v in record.metrics.items()}
+    if not record.metrics:
+        del fields["metrics"]
     return json.dumps(fields, allow_nan=False) + "\n"
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import attrs
 
 from mtb_core.api.errors import MtbError, RunFailed
-from mtb_core.api.values import Layout, RankContext, World
+from mtb_core.api.layout import Layout, World
+from mtb_core.api.values import RankContext
 
 from .layout import DamagedCheckpoint
 

@@ -80,25 +80,41 @@ def load_checkpoint(
     if any(digest != everyone[0][0] for digest, _ in everyone):
         raise RunFailed(f"{what}: the ranks see different files there; all ranks need one shared folder.")
     wanted = {key for _, keys in everyone for key in keys}
-    group.agreed(what, lambda: check_keys(opened, state, wanted))
+    left_out = group.agreed(what, lambda: check_keys(opened, state, wanted))
     group.agreed(what, lambda: _check_share(opened, ctx, random_too=not allow_missing_rng), advice=advice)
     rng, origin, reason = _random_state(opened, ctx, group, allow_missing=allow_missing_rng)
     group.agreed(what, lambda: _fill(opened, state), advice=advice)
+    if left_out and ctx.rank == 0:
+        log.warning("Not a deterministic continuation: %s.", left_out)
+    reason = "; ".join(filter(None, [reason, left_out])) or None
     values, stated = opened.values, (bool(opened.values["deterministic"]), opened.values["determinism_reason"])
     deterministic, why = (False, reason) if reason else stated
     return Loaded(path, opened.version, values, opened.sections, rng, origin, deterministic, why)
 
 
-def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
+def check_keys(opened: Opened, state: State, wanted: set[str]) -> str | None:
     """Refuse a checkpoint whose tensors are not exactly those that the training has.
 
-    `wanted` are the keys of all ranks, `state` is this rank's.
+    A strategy and a plugin may have tensors of their own (``strategy/NAME/…``, ``plugins/NAME/…``). If one of the two
+    sides has none at all of the same owner, they are left out, or stay as they are in this training.
+
+    Args:
+        opened: the checkpoint.
+        state: this rank's pieces.
+        wanted: the keys of all ranks.
+
+    Returns:
+        Whose tensors were left out or stay as they are, as a sentence; None if there are none.
 
     Raises:
         RunFailed: lists what is missing, unexpected, of another shape or of another dtype.
     """
     problems = []
-    missing, unexpected = sorted(wanted - opened.entries.keys()), sorted(opened.entries.keys() - wanted)
+    stored = opened.entries.keys()
+    apart = ({owner_of(key) for key in stored} ^ {owner_of(key) for key in wanted}) - {None}
+    missing, unexpected = (
+        sorted(key for key in keys if owner_of(key) not in apart) for keys in (wanted - stored, stored - wanted)
+    )
     if missing:
         problems.append(f"missing in it: {_names(missing)}")
     if unexpected:
@@ -122,6 +138,14 @@ def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
             f"its tensors do not fit this training: {'; '.join(problems)}. The model, the optimizer and the precision "
             "must be those that it was saved with"
         )
+    return f"only one side has state of {', '.join(sorted(filter(None, apart)))}" if apart else None
+
+
+def owner_of(key: str) -> str | None:
+    """``strategy/NAME`` or ``plugins/NAME``, whose tensor `key` is; None: the model's, the optimizer's or a loop's."""
+    kind, _, rest = key.partition("/")
+    name, _, own = rest.partition("/")
+    return f"{kind}/{name}" if kind in {"strategy", "plugins"} and own else None
 
 
 def _names(names: Sequence[str]) -> str:
@@ -170,7 +194,7 @@ def _random_state(
 def _fill(opened: Opened, state: State) -> None:
     with opened.tensors() as stored, torch.no_grad():
         for key, pieces in state.pieces.items():
-            for piece in pieces:
+            for piece in pieces if key in opened.entries else ():  # see `check_keys`
                 _fill_piece(stored, key, piece)
 
 

@@ -253,6 +253,18 @@ class CheckpointManager:
         self.determinism = (loaded.deterministic, loaded.determinism_reason)
         return loaded
 
+    def newest_below(self, step: int) -> Path | None:
+        """The complete checkpoint of the highest step below `step`; None if there is none. All ranks, same answer."""
+        ready = [found.path for found in catalog.list_steps(self.folder) if found.ready and found.step < step]
+        return self._group.from_rank_zero(ready[-1] if ready else None)
+
+    def put_aside(self, *, after: int) -> None:
+        """Put the checkpoints of steps above `after` under other names, so that none of them is resumed from. All ranks."""
+        self._group.together(
+            f"The checkpoints after step {after} could not be put aside",
+            lambda: [str(p) for p in publish.put_aside_after(self.folder, after)] if self.ctx.rank == 0 else [],
+        )
+
     def ready_steps(self) -> list[int]:
         """Steps of the READY checkpoints in the folder, ascending."""
         return [found.step for found in catalog.list_steps(self.folder) if found.ready]

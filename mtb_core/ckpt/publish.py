@@ -171,6 +171,22 @@ def prune(folder: Path, *, keep_last: int, keep_every: int, dry_run: bool = Fals
     return gone
 
 
+def put_aside_after(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of steps above `step`, and let ``latest`` name that of `step`; returns the new paths.
+
+    A crash half-way is like one before the run went back: a resume may find a later checkpoint. Nothing is lost.
+    """
+    write_latest(folder, step_name(step))
+    aside = []
+    for found in list_steps(folder):
+        if found.step > step:
+            kept = found.path.with_name(f"rolled_back_{found.path.name}-{secrets.token_hex(4)}")
+            files.rename(found.path, kept)
+            aside.append(kept)
+    files.sync_folder(folder)
+    return aside
+
+
 def clean_leftovers(folder: Path) -> list[Path]:
     """Remove what dead saves left in `folder`; that of a living one is locked and stays. Returns what was removed."""
     leftovers = sorted(p for p in folder.iterdir() if is_temporary(p.name) and not p.is_symlink())

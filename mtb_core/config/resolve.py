@@ -9,8 +9,9 @@ from typing import Any
 import attrs
 
 from mtb_core.api.errors import ConfigError
+from mtb_core.api.layout import World
 from mtb_core.api.options import parse_options
-from mtb_core.api.values import Plan, SyncMode, World
+from mtb_core.api.values import Plan, SyncMode
 
 from .schema import TrainConfig, settings
 from .toml import config_values
@@ -69,6 +70,7 @@ def resolve(
         )
         raise ConfigError(msg)
     batch, total, accumulation = _batch(config, plan.layout.data_size)
+    _check_plan(plan, config, strategy.name, accumulation)
     warmup = config.warmup_steps
     if warmup is None:
         warmup = DEFAULT_WARMUP_STEPS if config.resume is None else 0
@@ -81,12 +83,12 @@ def resolve(
             raise ConfigError(msg)
         warmup = 0
     decay = config.lr_decay_steps
-    if config.lr_scheduler == "cosine" and decay is None:
+    if config.lr_scheduler != "constant" and decay is None:
         decay = config.until_step if config.until_step is not None else start_step + warmup + (steps or 0)
         if decay <= config.lr_warmup_steps:
             msg = (
                 f"--lr-warmup-steps {config.lr_warmup_steps} leaves no room before the run's last step {decay}, "
-                "where cosine ends by default; set --lr-decay-steps above the warm-up, or train longer."
+                "where the schedule ends by default; set --lr-decay-steps above the warm-up, or train longer."
             )
             raise ConfigError(msg)
     vocabulary = config.vocab_size if config.vocab_size is not None else vocab_size
@@ -106,6 +108,25 @@ def resolve(
     warmup_until = start_step + warmup
     last = config.until_step if config.until_step is not None else warmup_until + (steps or 0)
     return ResolvedRun(resolved, world, plan, options, mode, warmup_until, last)
+
+
+def _check_plan(plan: Plan, config: TrainConfig, name: str, accumulation: int) -> None:
+    """Refuse what the strategy's plan does not promise."""
+    least = plan.least_micro_batches
+    asked = (
+        (bool(config.max_grad_norm) and not plan.clipping, f"--max-grad-norm {config.max_grad_norm:g}", "leave it out"),
+        (config.precision == "bf16" and not plan.bf16, "--precision bf16", "valid: --precision fp32"),
+        (config.tie_embeddings and not plan.tied_weights, "--tie-embeddings", "leave it out"),
+        (accumulation > 1 and not plan.accumulation, f"{accumulation} micro-batches a step", "valid: 1"),
+        (
+            accumulation < least,
+            f"{accumulation} micro-batch{'' if accumulation == 1 else 'es'} a step",
+            f"it needs at least {least}: --grad-accum-steps {least}",
+        ),
+    )
+    for wrong, what, valid in asked:
+        if wrong:
+            raise ConfigError(f"{what} is not possible with strategy '{name}' and these options; {valid}.")
 
 
 def _batch(config: TrainConfig, data_size: int) -> tuple[int, int, int]:
@@ -149,5 +170,6 @@ def fingerprint(config: TrainConfig) -> str:
     """
     names = [name for name, meta in settings().items() if meta.training]
     values = config_values(config)
-    kept = {name: values.get(name) for name in names}
+    # A table of options that is empty says nothing, so that a new one leaves older digests as they are.
+    kept = {name: values.get(name) for name in names if values.get(name) != {}}
     return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()

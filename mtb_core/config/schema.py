@@ -147,6 +147,9 @@ class TrainConfig:
     seed: int = setting(0, NUMERICS, "Seed of weights, data order and dropout.", minimum=0, maximum=2**63 - 1)
 
     model: str = setting("gpt", MODEL, "Built-in or plugin model, or your own factory.", metavar="NAME|FILE.py:FACTORY")
+    model_opt: Mapping[str, Any] = setting(
+        dict, MODEL, "Option of the model, see `mtb plugins show NAME`.", metavar="KEY=VALUE", repeatable=True
+    )
     seq_length: int = setting(128, MODEL, "Tokens per sample.", minimum=1)
     vocab_size: int | None = setting(None, MODEL, "Vocabulary. [default: the data's]", minimum=2)
     d_model: int = setting(128, MODEL, "Width of the residual stream.", minimum=1)
@@ -159,6 +162,9 @@ class TrainConfig:
     data: str = setting(
         "synthetic", DATA, "synthetic, a prepared token file, a text file, or a folder.", metavar="synthetic|PATH"
     )
+    data_opt: Mapping[str, Any] = setting(
+        dict, DATA, "Option of the named data set.", metavar="KEY=VALUE", repeatable=True
+    )
     eval_data: str | None = setting(None, DATA, "Data for evaluation.", metavar="PATH", training=False)
     eval_every: int = setting(
         0, DATA, "Evaluate after every N steps and at the end; 0: at the end only.", minimum=0, training=False
@@ -167,19 +173,27 @@ class TrainConfig:
         0, DATA, "Batches (of batch-size samples on every rank) per evaluation; 0: all.", minimum=0, training=False
     )
 
-    optimizer: str = setting("adamw", OPTIM, "Optimizer.", choices=("adamw", "sgd"))
+    optimizer: str = setting("adamw", OPTIM, "Optimizer: adamw, sgd, or a plugin's.", metavar="NAME")
+    optimizer_opt: Mapping[str, Any] = setting(
+        dict, OPTIM, "Option of a plugin's optimizer.", metavar="KEY=VALUE", repeatable=True
+    )
     learning_rate: float = setting(1e-3, OPTIM, "Peak learning rate.", above=0.0)
     weight_decay: float = setting(0.1, OPTIM, "Weight decay of parameters with two or more dimensions.", minimum=0.0)
     momentum: float = setting(0.0, OPTIM, "Momentum of sgd.", minimum=0.0, maximum=0.9999)
     adam_eps: float = setting(1e-8, OPTIM, "Epsilon of adamw.", above=0.0)
-    lr_scheduler: str = setting("constant", OPTIM, "Learning-rate schedule.", choices=("constant", "cosine"))
+    lr_scheduler: str = setting(
+        "constant", OPTIM, "Learning-rate schedule: constant, cosine, or a plugin's.", metavar="NAME"
+    )
+    lr_scheduler_opt: Mapping[str, Any] = setting(
+        dict, OPTIM, "Option of a plugin's schedule.", metavar="KEY=VALUE", repeatable=True
+    )
     lr_warmup_steps: int = setting(
-        0, OPTIM, "Steps of linear learning-rate warm-up (cosine); not the benchmark's warm-up.", minimum=0
+        0, OPTIM, "Steps of linear learning-rate warm-up; not the benchmark's warm-up.", minimum=0
     )
     lr_decay_steps: int | None = setting(
-        None, OPTIM, "Step at which cosine reaches its minimum. [default: the run's last step]", minimum=1
+        None, OPTIM, "Step at which the schedule reaches its minimum. [default: the run's last step]", minimum=1
     )
-    min_learning_rate: float = setting(0.0, OPTIM, "Floor of the cosine schedule.", minimum=0.0)
+    min_learning_rate: float = setting(0.0, OPTIM, "Floor of the schedule.", minimum=0.0)
     max_grad_norm: float = setting(0.0, OPTIM, "Clip the global gradient norm to this; 0 measures only.", minimum=0.0)
 
     checkpoint_dir: str | None = setting(None, CHECKPOINTS, "Folder of the checkpoints.", metavar="DIR", training=False)
@@ -258,6 +272,14 @@ class TrainConfig:
     )
     debug: bool = setting(False, OUTPUT, "Show tracebacks and the ranks' own logging.", training=False)
 
+    plugin_opt: Mapping[str, Any] = setting(
+        dict,
+        PLUGINS,
+        "Option of a run plugin, which takes part where one is given.",
+        metavar="PLUGIN.KEY=VALUE",
+        repeatable=True,
+        training=False,
+    )
     no_plugin: tuple[str, ...] = setting(
         tuple, PLUGINS, "Leave this plugin out.", metavar="NAME", repeatable=True, training=False
     )
@@ -392,7 +414,7 @@ def _check_combinations(c: TrainConfig) -> None:
         if extra:
             msg = (
                 f"{', '.join(extra)} has no meaning with --lr-scheduler constant; "
-                "leave it out or use --lr-scheduler cosine."
+                "leave it out or use another schedule, such as --lr-scheduler cosine."
             )
             raise ConfigError(msg)
     elif c.lr_decay_steps is not None and c.lr_decay_steps <= c.lr_warmup_steps:
@@ -416,8 +438,8 @@ def _check_combinations(c: TrainConfig) -> None:
     if c.keep_every and not c.save_every:
         msg = f"--keep-every {c.keep_every} has no meaning without --save-every; leave it out or set both."
         raise ConfigError(msg)
-    if c.optimizer == "sgd" and c.adam_eps != attrs.fields(TrainConfig).adam_eps.default:
-        msg = f"--adam-eps {c.adam_eps:g} belongs to --optimizer adamw; leave it out with sgd."
+    if c.optimizer != "adamw" and c.adam_eps != attrs.fields(TrainConfig).adam_eps.default:
+        msg = f"--adam-eps {c.adam_eps:g} belongs to --optimizer adamw; leave it out with {c.optimizer}."
         raise ConfigError(msg)
     if c.momentum and c.optimizer != "sgd":
         msg = f"--momentum {c.momentum:g} belongs to --optimizer sgd; leave it out with {c.optimizer}."

@@ -106,7 +106,7 @@ def config_values(config: TrainConfig) -> dict[str, Any]:
 def write_toml(config: TrainConfig) -> str:
     """A file that `load_config` reads back as an equal configuration."""
     values = config_values(config)
-    tables = {k: values.pop(k) for k in ("strategy_opt",) if k in values}
+    tables = {k: values.pop(k) for k in list(values) if isinstance(values[k], Mapping)}
     return tomli_w.dumps({**values, **{k: v for k, v in tables.items() if v}})
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from mtb_core.api.errors import ConfigError
+from mtb_core.config import IGNORE_LABEL
 
 from .dataset import PADDING, Dataset, fetch_padded
 
@@ -19,9 +20,12 @@ def eval_batches(
     data_size: int,
     batch_size: int,
     batches: int = 0,
+    positions: Sequence[int] | None = None,
     device: str | torch.device = "cpu",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's (inputs, targets), int64 [batch_size, seq_length] on `device`.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """This rank's batches: inputs and targets, int64 [batch_size, positions] on `device`, and the number of real samples.
+
+    A sample is real if any of its targets is valid, whichever rank has that position.
 
     Batch k of data rank r holds the samples from ``(k * data_size + r) * batch_size`` on. All ranks yield the same
     number of batches; where the data has ended, samples are padding whose targets are all ignored, so that sums over
@@ -33,6 +37,7 @@ def eval_batches(
         data_size: number of parts.
         batch_size: samples of a batch.
         batches: batches of each rank; 0: as many as cover the data.
+        positions: the positions of each sample that this rank has, in this order; None: all.
         device: where the tensors are to be.
 
     Raises:
@@ -51,14 +56,23 @@ def eval_batches(
         count = -(-size // (data_size * batch_size))
         count = min(batches, count) if batches else count
     starts = (np.arange(count, dtype=np.int64) * data_size + data_rank) * batch_size
-    return _batches(dataset, starts, batch_size, size, device)
+    kept = None if positions is None else np.asarray(positions, dtype=np.int64)
+    return _batches(dataset, starts, batch_size, size, kept, device)
 
 
 def _batches(
-    dataset: Dataset, starts: np.ndarray, batch_size: int, size: int, device: str | torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    dataset: Dataset,
+    starts: np.ndarray,
+    batch_size: int,
+    size: int,
+    kept: np.ndarray | None,
+    device: str | torch.device,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
     offsets = np.arange(batch_size, dtype=np.int64)
     for start in starts:
         ids = start + offsets
         inputs, targets = fetch_padded(dataset, np.where(ids < size, ids, PADDING))
-        yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
+        real = int((targets != IGNORE_LABEL).any(axis=1).sum())
+        if kept is not None:
+            inputs, targets = inputs[:, kept], targets[:, kept]
+        yield torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device), real

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -30,7 +30,7 @@ class StepBatch:
     """One rank's part of the global batch of one step.
 
     Attributes:
-        inputs: int64 [accumulation, batch, seq_length], on the rank's device.
+        inputs: int64 [accumulation, batch, positions], on the rank's device.
         targets: the same shape; ignored where there is nothing to predict.
         valid_by_micro_batch: of this rank: targets that are not ignored, in each micro-batch.
         samples: of the GLOBAL batch, padding not counted.
@@ -76,6 +76,7 @@ class Loader:
         data_rank: which stream of samples this rank sees, of `data_size`.
         batch_size: samples of a micro-batch.
         accumulation: micro-batches of a step.
+        positions: the positions of each sample that this rank has, in this order; None: all.
         samples_seen: where to begin.
         prefetch: steps that are made ahead, at least 1.
 
@@ -93,6 +94,7 @@ class Loader:
         data_size: int,
         batch_size: int,
         accumulation: int,
+        positions: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
         samples_seen: int = 0,
         prefetch: int = 2,
@@ -113,9 +115,10 @@ class Loader:
         for _ in range(prefetch):
             self._permits.put(True)
         plan = _plan(dataset, seed, samples_seen, (accumulation, data_size, batch_size), data_rank)
+        kept = None if positions is None else np.asarray(positions, dtype=np.int64)
         self._thread = threading.Thread(
             target=_produce,
-            args=(dataset, plan, self._device.type == "cuda", self._permits, self._ready),
+            args=(dataset, plan, kept, self._device.type == "cuda", self._permits, self._ready),
             name="mtb-data",
             daemon=True,
         )
@@ -175,6 +178,7 @@ class Loader:
 def _produce(
     dataset: Dataset,
     plan: Iterator[_Steps],
+    kept: NDArray[np.int64] | None,
     pin: bool,
     permits: SimpleQueue[bool],
     ready: SimpleQueue[StepBatch | BaseException],
@@ -182,7 +186,7 @@ def _produce(
     """The background thread: one batch for each permit."""
     try:
         for steps in plan:
-            for batch in _assemble(dataset, steps, pin):
+            for batch in _assemble(dataset, steps, kept, pin):
                 if not permits.get():
                     return
                 ready.put(batch)
@@ -190,9 +194,11 @@ def _produce(
         ready.put(error)
 
 
-def _assemble(dataset: Dataset, steps: _Steps, pin: bool) -> list[StepBatch]:
+def _assemble(dataset: Dataset, steps: _Steps, kept: NDArray[np.int64] | None, pin: bool) -> list[StepBatch]:
     shape = (*steps.ids.shape, dataset.seq_length)
     inputs, targets = (array.reshape(shape) for array in fetch_padded(dataset, steps.ids.ravel()))
+    if kept is not None:
+        inputs, targets = inputs[..., kept], targets[..., kept]
     valid = np.count_nonzero(targets != IGNORE_LABEL, axis=(2, 3))
     tensors = [torch.from_numpy(inputs), torch.from_numpy(targets)]
     if pin:

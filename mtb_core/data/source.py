@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from mtb_core.api.descriptions import DatasetInfo, load_reference
+from mtb_core.api.descriptions import DatasetInfo, construct
 from mtb_core.api.errors import ConfigError
-from mtb_core.api.options import nearest
+from mtb_core.api.options import nearest, parse_options
 from mtb_core.config import TrainConfig, option_name
 
 from .dataset import Dataset
@@ -30,8 +30,12 @@ def open_dataset(config: TrainConfig, which: str = "data", *, named: Mapping[str
     """
     value: str = getattr(config, which)
     if value in named:
-        dataset: Dataset = load_reference(named[value].impl)(config)
+        info = named[value]
+        options = parse_options(info.options, config.data_opt, owner=f"data set '{value}'")
+        dataset: Dataset = construct(info, options, config)
         return dataset
+    if config.data_opt and which == "data":
+        raise ConfigError(f"--data-opt belongs to a named data set, but --data {value!r} is not one; leave it out.")
     path = Path(value)
     if not path.exists():
         raise _unknown(value, which, named)

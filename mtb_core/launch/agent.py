@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events import Event, EventSource
 
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
 from mtb_core.ranks.failures import Failure, first_cause
 
 from .child import STACKS_SIGNAL, Gate, Start

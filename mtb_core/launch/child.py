@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.signals import STOP_SIGNALS, StopFlag
 from mtb_core.ranks.worker import Worker

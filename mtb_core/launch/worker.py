@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from mtb_core.api.errors import ConfigError
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.ranks.worker import Worker, available_cores
 

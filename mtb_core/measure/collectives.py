@@ -53,6 +53,24 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _NOT_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 
 
+_label: str | None = None
+
+
+class counted_as:  # noqa: N801  (used like a function)
+    """Within it, `CountCollectives` counts every collective of this thread under the kind `label`."""
+
+    def __init__(self, label: str) -> None:
+        self._own = label
+
+    def __enter__(self) -> None:
+        global _label  # noqa: PLW0603  (read by the dispatch mode, which is global as well)
+        _label = self._own
+
+    def __exit__(self, *_: object) -> None:
+        global _label  # noqa: PLW0603
+        _label = None
+
+
 @attrs.frozen
 class Collective:
     """One collective that this rank has issued.
@@ -111,7 +129,7 @@ class CountCollectives(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]  # type: ignore[attr-defined]  # noqa: SLF001
         if name in _NOT_COMMUNICATION:
             return
-        kind = _KINDS.get(name, name)  # an operator not known here still shows, under torch's name
+        kind = _label or _KINDS.get(name, name)  # an operator not known here still shows, under torch's name
         # In-place operators take (outputs, inputs) or one buffer; functional ones take the input and return the output.
         sides = [list(_tensors(part)) for part in (*args[:2], result)]
         side = max(sides, key=_bytes)

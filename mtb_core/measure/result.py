@@ -35,6 +35,7 @@ class Result:
     schema_version: int = SCHEMA_VERSION
     benchmark: str = "training"
     exit_reason: str
+    stop_reason: str | None = None
     failure: Mapping[str, Any] | None = None
     run_dir: str | None = None
     strategy: str
@@ -85,6 +86,7 @@ class Result:
     skipped_steps: int | None = None
     learning_rate_start: float | None = None
     learning_rate_end: float | None = None
+    metrics: Mapping[str, float] = attrs.field(factory=dict)
     global_step: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
@@ -93,6 +95,8 @@ class Result:
     summary: Mapping[str, Any] = attrs.field(factory=dict)
     repeats: Sequence[Mapping[str, Any]] = ()
     runtime: Mapping[str, Any] = attrs.field(factory=dict)
+    strategy_facts: Mapping[str, Any] = attrs.field(factory=dict)
+    plugin_results: Mapping[str, Any] = attrs.field(factory=dict)
     environment: Mapping[str, Any] = attrs.field(factory=dict)
     conditions: Mapping[str, Any] = attrs.field(factory=dict)
     plugins: Sequence[Mapping[str, str]] = ()
@@ -184,6 +188,7 @@ def trial_row(records: Sequence[StepRecord], reports: Sequence[RankReport]) -> d
     row["skipped_steps"] = sum(r.skipped for r in records)
     row["learning_rate_start"] = records[0].learning_rate if records else None
     row["learning_rate_end"] = records[-1].learning_rate if records else None
+    row["metrics"] = dict(records[-1].metrics) if records else {}
     return row
 
 

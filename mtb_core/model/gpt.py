@@ -31,6 +31,7 @@ _PARALLEL_ROLE = {
     "positions": "stem",
     **dict.fromkeys(("drop", "drop1", "drop2"), "dropout"),
     **dict.fromkeys(("norm", "norm1", "norm2"), "norm"),
+    "attention": "attention",
     **dict.fromkeys(("q", "k", "v", "up"), "colwise"),
     **dict.fromkeys(("o", "down"), "rowwise"),
     "head": "head",
@@ -44,14 +45,28 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(length, d_model))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Raises ValueError where T is larger than the number of positions."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Add the vectors of `positions`, int64 [T]; None: of the first T.
+
+        Raises:
+            ValueError: T is larger than the number of positions.
+        """
+        if positions is not None:
+            return x + self.weight[positions]
         length, available = x.shape[1], self.weight.shape[0]
         if length == available:
             return x + self.weight
         if length > available:
             raise ValueError(f"The model has {available} positions; got a sequence of {length} tokens.")
         return x + self.weight[:length]
+
+
+class Attention(nn.Module):
+    """Causal attention of queries, keys and values, each [B, heads, T, features]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """Position t of the result is a mean of the values up to t."""
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
 class Block(nn.Module):
@@ -66,6 +81,7 @@ class Block(nn.Module):
         self.q = nn.Linear(d_model, d_model, bias=False)
         self.k = nn.Linear(d_model, d_model, bias=False)
         self.v = nn.Linear(d_model, d_model, bias=False)
+        self.attention = Attention()
         self.o = nn.Linear(d_model, d_model, bias=False)
         self.norm2 = nn.LayerNorm(d_model, bias=False)
         self.up = nn.Linear(d_model, 4 * d_model, bias=False)
@@ -86,7 +102,7 @@ class Block(nn.Module):
             # Without weights: nothing that tensor-parallel ranks, each with its own heads, would have to sum.
             q = F.rms_norm(q, (self.head_dim,)).to(v.dtype)
             k = F.rms_norm(k, (self.head_dim,)).to(v.dtype)
-        a = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        a = self.attention(q, k, v, drop)
         a = self.o(a.transpose(1, 2).reshape(batch, length, -1))
         x = x + (self.drop1(a) if drop else a)
         m: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
@@ -157,7 +173,8 @@ def gpt_spec(config: TrainConfig) -> ModelSpec:
         build=build,
         init=functools.partial(_initialise, d_model=d_model, n_layers=n_layers, tied=config.tie_embeddings),
         blocks=tuple(f"blocks.{i}" for i in range(n_layers)),
-        tensor_parallel=_parallel_role,
+        role=_parallel_role,
+        chain=("tokens", "positions", "drop", *(f"blocks.{i}" for i in range(n_layers)), "norm", "head"),
         flops_per_token=decoder_flops_per_token(matmul_weights, n_layers, d_model, config.seq_length),
         vocab_size=config.vocab_size,
     )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mtb_core.api.errors import ConfigError, RunFailed
 from mtb_core.api.values import ModelSpec
+from mtb_core.api.work import Loss
 from mtb_core.config.schema import IGNORE_LABEL
 
 TARGET_NAMES = ("targets", "target", "y")
@@ -60,7 +61,17 @@ class LossFunction:
         self._spec = spec
         self._takes_targets = takes_targets(core)
 
-    def __call__(self, module: nn.Module, inputs: Tensor, targets: Tensor, valid: int) -> Tensor:
+    def of(self, output: Any, targets: Tensor, valid: int) -> Loss:
+        """The loss of what the model returned."""
+        found = loss_sum(self._spec, output, targets, valid)
+        return found if isinstance(found, Loss) else Loss(found)
+
+    def forward(self, module: nn.Module, inputs: Tensor, targets: Tensor, valid: int) -> Loss:
+        """The same as a `Loss`."""
+        found = self(module, inputs, targets, valid)
+        return found if isinstance(found, Loss) else Loss(found)
+
+    def __call__(self, module: nn.Module, inputs: Tensor, targets: Tensor, valid: int) -> Tensor | Loss:
         """Call `module` (`core`, or what wraps it); arguments and value otherwise as in `loss_sum`.
 
         A model that averages over no valid target at all returns NaN, with NaN gradients. So that the share of such a
@@ -97,7 +108,7 @@ class LossFunction:
             module.train()
 
 
-def loss_sum(spec: ModelSpec, output: Any, targets: Tensor, valid: int) -> Tensor:
+def loss_sum(spec: ModelSpec, output: Any, targets: Tensor, valid: int) -> Tensor | Loss:
     """SUM of the loss over the valid tokens of a micro-batch: a scalar in fp32, connected to the graph.
 
     Args:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtb_core.api.descriptions import ModelInfo, load_reference
+from mtb_core.api.descriptions import ModelInfo, construct
 from mtb_core.api.errors import ConfigError, MtbError
-from mtb_core.api.options import nearest
+from mtb_core.api.options import NoOptions, nearest, parse_options
 from mtb_core.api.values import ModelSpec
 from mtb_core.config.schema import TrainConfig
 
@@ -46,6 +46,17 @@ def check_model(model: str, *, named: Mapping[str, ModelInfo]) -> None:
         )
 
 
+def model_options(config: TrainConfig, named: Mapping[str, ModelInfo]) -> Any:
+    """The options of the model that `config` names.
+
+    Raises:
+        ConfigError: it has no such options, or not these values.
+    """
+    info = named.get(config.model)
+    options = NoOptions if info is None else info.options
+    return parse_options(options, config.model_opt, owner=f"model '{config.model}'")
+
+
 def load_model(config: TrainConfig, *, named: Mapping[str, ModelInfo]) -> ModelSpec:
     """The model that `config` names. Runs the user's code; to be called in each worker.
 
@@ -57,7 +68,7 @@ def load_model(config: TrainConfig, *, named: Mapping[str, ModelInfo]) -> ModelS
     """
     check_model(config.model, named=named)
     if config.model in named:
-        spec = load_reference(named[config.model].impl)(config)
+        spec = construct(named[config.model], model_options(config, named), config)
         if not isinstance(spec, ModelSpec):
             raise ConfigError(f"--model {config.model} must give a ModelSpec; it gave {type(spec).__name__}.")
     else:

@@ -1,4 +1,4 @@
-"""One model on all ranks: buffers are those of rank 0."""
+"""One model on several ranks: buffers are those of the first of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
 
 
-def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
-    """Give every rank the buffers of rank 0, in one message for each dtype and device. All ranks, in a process group.
+def broadcast_buffers(buffers: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
+    """Give every rank of `group` the buffers of its first, in one message for each dtype and device. All its ranks.
+
+    None is the group of all ranks.
 
     Collectives on CPU read and write behind a tensor whose elements do not lie one behind the other; so copies are
     sent. Of a dimension made by ``expand`` the one element that is there is sent.
@@ -24,13 +27,13 @@ def broadcast_buffers(buffers: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for same in by_kind.values():
             flat = torch.cat([b.reshape(-1) for b in same])
-            dist.broadcast(flat, src=0)
+            dist.broadcast(flat, group=group, group_src=0)
             for buffer, sent in zip(same, flat.split([b.numel() for b in same]), strict=True):
                 buffer.copy_(sent.view(buffer.shape))
 
 
 class BufferSync:
-    """Broadcasts the buffers of rank 0 when DDP would: at each forward that follows a synchronised micro-batch.
+    """Broadcasts the buffers of a group's first rank when DDP would: at a forward after a synchronised micro-batch.
 
     As a forward pre-hook of a model it covers evaluation too, so it makes no difference whether a checkpoint, which
     shares buffers as well, was saved before. Buffers are looked up each time, for a model may replace them.
@@ -39,22 +42,23 @@ class BufferSync:
         due: whether the next forward is such a one; strategies set it after every micro-batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         self.due = True
+        self._group = group
 
     @classmethod
-    def of(cls, module: nn.Module) -> BufferSync | None:
-        """One that is hooked into `module`; None where it has no buffers."""
+    def of(cls, module: nn.Module, group: ProcessGroup | None = None) -> BufferSync | None:
+        """One that is hooked into `module`; None where it has no buffers. Without `group` it serves all ranks."""
         if next(module.buffers(), None) is None:
             return None
-        sync = cls()
+        sync = cls(group)
         module.register_forward_pre_hook(sync)
         return sync
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  (a hook gets them)
-        """Before a forward of `module`. All ranks."""
+        """Before a forward of `module`. All ranks of the group."""
         if self.due:
-            broadcast_buffers(module.buffers())
+            broadcast_buffers(module.buffers(), self._group)
 
 
 def without_repeats(buffer: Tensor) -> Tensor:

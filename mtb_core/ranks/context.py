@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mtb_core.api.errors import ConfigError, RunFailed
-from mtb_core.api.values import Layout, Plan, RankContext
+from mtb_core.api.layout import Layout
+from mtb_core.api.values import Plan, RankContext
 
 from .failures import Failure, PeerFailed, failure_of, record_failure, recorded_cause
 from .network import single_node_interface

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mtb_core.api.errors import ConfigError
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
 
 if TYPE_CHECKING:
     from mtb_core.config.schema import TrainConfig

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
 
 from .signals import StopFlag
 

@@ -22,8 +22,10 @@ from mtb_core.api import (
     DoctorCheck,
     FormatInfo,
     ModelInfo,
+    OptimizerInfo,
     PluginError,
     RunPluginInfo,
+    ScheduleInfo,
     SinkInfo,
     StrategyInfo,
     nearest,
@@ -51,6 +53,8 @@ class Registry:
     run_plugins: Mapping[str, RunPluginInfo]
     models: Mapping[str, ModelInfo]
     datasets: Mapping[str, DatasetInfo]
+    optimizers: Mapping[str, OptimizerInfo]
+    schedules: Mapping[str, ScheduleInfo]
     checkpoint_formats: Mapping[str, FormatInfo]
     doctor_checks: Mapping[str, DoctorCheck]
 
@@ -87,6 +91,18 @@ class Registry:
     def dataset(self, name: str) -> DatasetInfo:
         """The data set `name`."""
         return self._find("datasets", name)  # type: ignore[no-any-return]
+
+    def run_plugin(self, name: str) -> RunPluginInfo:
+        """The run plugin `name`."""
+        return self._find("run_plugins", name)  # type: ignore[no-any-return]
+
+    def optimizer(self, name: str) -> OptimizerInfo:
+        """The optimizer `name`."""
+        return self._find("optimizers", name)  # type: ignore[no-any-return]
+
+    def schedule(self, name: str) -> ScheduleInfo:
+        """The learning-rate schedule `name`."""
+        return self._find("schedules", name)  # type: ignore[no-any-return]
 
     def checkpoint_format(self, name: str) -> FormatInfo:
         """The checkpoint format `name`."""

@@ -40,9 +40,11 @@ def load(source: Source) -> Loaded:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             plugin = _import(source)
-            record = attrs.evolve(record, api=_api(plugin))
+            api = _api(plugin)
+            record = attrs.evolve(record, api=api)
             manager = _checked_manager(plugin)
             record = attrs.evolve(record, hooks=_implemented(manager, plugin))
+            _check_changes(api, record.hooks)
             infos = {kind.plural: _ask(manager, kind) for kind in KINDS if kind.hook in record.hooks}
         record = attrs.evolve(record, provides={plural: tuple(found) for plural, found in infos.items()})
     except KeyboardInterrupt:
@@ -89,11 +91,32 @@ def _api(plugin: Any) -> int:
         seen = "states no PLUGIN_API" if api is None else f"states PLUGIN_API = {api!r}, which is not a whole number"
         msg = f"it {seen}; a plugin module needs the line PLUGIN_API = {PLUGIN_API}"
         raise Refused(msg)
-    if api != PLUGIN_API:
+    if api != PLUGIN_API and api not in _CHANGES:
         what = "the plugin is too old: update it" if api < PLUGIN_API else "mtb-core is too old: update that"
         msg = f"it was written for plugin API {api}, but this mtb-core has {PLUGIN_API}; {what}"
         raise Refused(msg)
     return api
+
+
+#: For each older plugin API that is still read: what changed in the kinds that cannot be used as they are.
+_CHANGES = {
+    1: {
+        "mtb_strategies": "Layout takes roles={'dp': 'data', …} in place of data=(…), optimizer_step returns True if it "
+        "applied the update, and Prepared has no parameters",
+        "mtb_models": "ModelSpec.tensor_parallel is called role",
+        "mtb_run_plugins": "a wrapper of mtb_optimizer_step must return what it got, and micro-batches are inside "
+        "mtb_accumulate",
+    }
+}
+
+
+def _check_changes(api: int, hooks: Sequence[str]) -> None:
+    """Refuse a plugin of an older API that provides a kind which has changed since, with what to change."""
+    changed = {hook: text for hook, text in _CHANGES.get(api, {}).items() if hook in hooks}
+    if changed:
+        todo = "; ".join(f"{hook}: {text}" for hook, text in changed.items())
+        msg = f"it was written for plugin API {api}, but this mtb-core has {PLUGIN_API}. Change: {todo}. Then set PLUGIN_API = {PLUGIN_API}"
+        raise Refused(msg)
 
 
 def _checked_manager(plugin: Any) -> pluggy.PluginManager:

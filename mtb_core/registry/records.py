@@ -13,7 +13,9 @@ from mtb_core.api import (
     DoctorCheck,
     FormatInfo,
     ModelInfo,
+    OptimizerInfo,
     RunPluginInfo,
+    ScheduleInfo,
     SinkInfo,
     StrategyInfo,
 )
@@ -38,6 +40,8 @@ KINDS = (
     Kind("mtb_run_plugins", "run_plugins", "run plugin", RunPluginInfo),
     Kind("mtb_models", "models", "model", ModelInfo),
     Kind("mtb_datasets", "datasets", "data set", DatasetInfo),
+    Kind("mtb_optimizers", "optimizers", "optimizer", OptimizerInfo),
+    Kind("mtb_schedules", "schedules", "learning-rate schedule", ScheduleInfo),
     Kind("mtb_checkpoint_formats", "checkpoint_formats", "checkpoint format", FormatInfo),
     Kind("mtb_doctor_checks", "doctor_checks", "doctor check", DoctorCheck),
 )

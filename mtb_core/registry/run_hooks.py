@@ -18,16 +18,21 @@ import attrs
 import pluggy
 
 from mtb_core.api import (
+    EvaluationWork,
     Job,
+    Loss,
     MicroBatch,
     ObserverSpecs,
+    Phase,
     PluginError,
     Prepared,
+    RankContext,
     RunInfo,
     RunSpecs,
     Shards,
     State,
     StepRecord,
+    StepWork,
     Strategy,
     StrategySpecs,
     nearest,
@@ -115,6 +120,9 @@ class Hooks:
         for name in STRATEGY_HOOKS:
             _check_strategy_hook(getattr(hook, name), strategy, owners)
         self._prepare = _bind(hook.mtb_prepare)
+        self._accumulate = _bind(hook.mtb_accumulate)
+        self._evaluate = _bind(hook.mtb_evaluate)
+        self._all_sum = _bind(hook.mtb_all_sum)
         self._micro_batch = _bind(hook.mtb_micro_batch)
         self._backward = _bind(hook.mtb_backward)
         self._gradients = _bind(hook.mtb_gradients)
@@ -122,18 +130,34 @@ class Hooks:
         self._state = _bind(hook.mtb_state)
         self._state_loaded = _bind(hook.mtb_state_loaded)
         self._close = _bind(hook.mtb_close)
+        self._worker_started = _observers(hook.mtb_worker_started, owners)
+        self._phase = _observers(hook.mtb_phase, owners)
         self._run_started = _observers(hook.mtb_run_started, owners)
+        self._step_metrics = _observers(hook.mtb_step_metrics, owners)
         self._step_recorded = _observers(hook.mtb_step_recorded, owners)
         self._evaluated = _observers(hook.mtb_evaluated, owners)
         self._checkpoint_published = _observers(hook.mtb_checkpoint_published, owners)
         self._fault_point = _observers(hook.mtb_fault_point, owners)
         self._plugin_state = _observers(hook.mtb_plugin_state, owners)
         self._plugin_state_loaded = _observers(hook.mtb_plugin_state_loaded, owners)
+        self._result = _observers(hook.mtb_result, owners)
         self._run_finished = _observers(hook.mtb_run_finished, owners)
 
     def prepare(self, job: Job) -> Prepared:
         """See `StrategySpecs.mtb_prepare`; so for all below."""
         return cast("Prepared", _given(self._prepare(job=job), "mtb_prepare"))
+
+    def accumulate(self, prepared: Prepared, work: StepWork) -> Loss:
+        """All forwards and backwards of a step."""
+        return cast("Loss", _given(self._accumulate(prepared=prepared, work=work), "mtb_accumulate"))
+
+    def evaluate(self, prepared: Prepared, work: EvaluationWork) -> Loss | None:
+        """All forwards of an evaluation."""
+        return cast("Loss | None", self._evaluate(prepared=prepared, work=work))
+
+    def all_sum(self, prepared: Prepared, vector: torch.Tensor) -> Callable[[], object]:
+        """Begin to sum `vector` over all ranks; what waits for the end."""
+        return cast("Callable[[], object]", _given(self._all_sum(prepared=prepared, vector=vector), "mtb_all_sum"))
 
     def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
         """The sync context of one micro-batch."""
@@ -148,9 +172,9 @@ class Hooks:
         """This rank's gradients."""
         return cast("Sequence[Shards]", _given(self._gradients(prepared=prepared), "mtb_gradients"))
 
-    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
-        """Apply the optimizer if `apply`; clear the gradients."""
-        self._optimizer_step(prepared=prepared, apply=apply)
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> bool:
+        """Apply the optimizer if `apply`; clear the gradients. Whether it was applied."""
+        return bool(_given(self._optimizer_step(prepared=prepared, apply=apply), "mtb_optimizer_step"))
 
     def state(self, prepared: Prepared) -> State:
         """Model and optimizer as live views in global coordinates."""
@@ -164,9 +188,36 @@ class Hooks:
         """The trial has ended."""
         self._close(prepared=prepared)
 
+    def worker_started(self, ctx: RankContext, folder: Path) -> None:
+        """Tell observers that the rank is up."""
+        self._tell(self._worker_started, ctx, folder)
+
+    def phase(self, phase: Phase, step: int) -> None:
+        """Tell observers of the phase that begins."""
+        if self._phase:
+            self._tell(self._phase, phase, step)
+
     def run_started(self, info: RunInfo) -> None:
-        """Tell observers that the first step is next."""
-        self._tell(self._run_started, info)
+        """Tell observers that the first step is next. Sinks cannot act on the run."""
+        told = attrs.evolve(info, control=None)
+        self._tell([o for o in self._run_started if o.sink is None], info)
+        self._tell([o for o in self._run_started if o.sink is not None], told)
+
+    def step_metrics(self) -> dict[str, float]:
+        """Figures of sinks and run plugins for the step's record.
+
+        Raises:
+            PluginError: two of them give a figure of the same name.
+        """
+        figures: dict[str, float] = {}
+        for observer in self._step_metrics:
+            found = cast("Mapping[str, float] | None", self._ask(observer)) or {}
+            if twice := figures.keys() & found.keys():
+                raise PluginError(
+                    f"{observer.name} gives the step metric '{min(twice)}', which another plugin gives too."
+                )
+            figures.update(found)
+        return figures
 
     def step_recorded(self, record: StepRecord) -> None:
         """Tell observers of a step."""
@@ -185,16 +236,21 @@ class Hooks:
         for observer in self._fault_point:
             observer.call(name)
 
-    def plugin_states(self) -> dict[str, Any]:
-        """What sinks and run plugins want saved, by name."""
-        states = {observer.name: self._ask(observer) for observer in self._plugin_state}
-        return {name: state for name, state in states.items() if state is not None}
+    def plugin_states(self, state: State) -> dict[str, Any]:
+        """The states of sinks and run plugins, by name: a `State`, or JSON values."""
+        states = {observer.name: self._ask(observer, state) for observer in self._plugin_state}
+        return {name: given for name, given in states.items() if given is not None}
 
     def plugin_states_loaded(self, states: Mapping[str, Any]) -> None:
-        """Give sinks and run plugins what they had saved; parts of plugins that are not here are left alone."""
+        """Give sinks and run plugins the JSON values that they had saved; those of plugins not here are left alone."""
         for observer in self._plugin_state_loaded:
             if observer.name in states:
                 self._ask(observer, states[observer.name])
+
+    def results(self) -> dict[str, Any]:
+        """Values of sinks and run plugins for the result, by name."""
+        found = {observer.name: self._ask(observer) for observer in self._result}
+        return {name: values for name, values in found.items() if values is not None}
 
     def run_finished(self, exit_reason: str) -> None:
         """Tell observers that the trial has ended."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import attrs
 
+from mtb_core.api.layout import Layout, World
 from mtb_core.api.records import RunInfo, StepRecord
-from mtb_core.api.values import Layout, RankContext, World
+from mtb_core.api.values import RankContext
 from mtb_core.config import TrainConfig
 
 

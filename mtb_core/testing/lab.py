@@ -14,8 +14,9 @@ import attrs
 
 from mtb_core.api.descriptions import DatasetInfo, ModelInfo, StrategyInfo, load_reference
 from mtb_core.api.errors import EXIT_STOPPED, MtbError
+from mtb_core.api.layout import World
 from mtb_core.api.options import parse_options
-from mtb_core.api.values import Plan, World
+from mtb_core.api.values import Plan
 from mtb_core.config import TrainConfig
 from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.ranks.failures import Failure

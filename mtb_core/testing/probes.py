@@ -11,7 +11,8 @@ import attrs
 import torch
 
 from mtb_core.api.hooks import hookimpl
-from mtb_core.api.values import MicroBatch, Prepared
+from mtb_core.api.values import Prepared
+from mtb_core.api.work import MicroBatch
 
 from .episodes import Probe
 from .stage import Stage

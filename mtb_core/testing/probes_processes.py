@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from mtb_core.api.hooks import hookimpl
 from mtb_core.api.strategy import Strategy
-from mtb_core.api.values import MicroBatch, Prepared
+from mtb_core.api.values import Prepared
+from mtb_core.api.work import MicroBatch
 from mtb_core.registry.run_hooks import METHODS
 
 from .episodes import Probe

@@ -12,7 +12,8 @@ import torch
 
 from mtb_core.api.hooks import hookimpl
 from mtb_core.api.records import StepRecord
-from mtb_core.api.values import Prepared, Shards
+from mtb_core.api.values import Prepared
+from mtb_core.api.work import Shards
 
 from . import samples
 from .episodes import Probe

@@ -13,7 +13,8 @@ from mtb_core.api.descriptions import load_reference
 from mtb_core.api.hooks import hookimpl
 from mtb_core.api.records import RunInfo, StepRecord
 from mtb_core.api.strategy import Strategy
-from mtb_core.api.values import Job, MicroBatch, Plan, Prepared, State
+from mtb_core.api.values import Job, Plan, Prepared, State
+from mtb_core.api.work import Loss, MicroBatch
 from mtb_core.measure.collectives import Collective, CountCollectives
 
 #: A copy of a `Piece`: tensor, shape of the whole, offset.
@@ -147,14 +148,18 @@ class Recorder:
             self._stage.keep_state(info.first_step - 1)
 
     @hookimpl(wrapper=True)
+    def mtb_accumulate(self) -> Generator[None, Loss, Loss]:
+        """It opens the step."""
+        self._stage.step += 1
+        self._counter = CountCollectives()
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
+        return (yield)
+
+    @hookimpl(wrapper=True)
     def mtb_micro_batch(
         self, micro: MicroBatch
     ) -> Generator[None, contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Watch the collectives of a micro-batch; the first one opens its step."""
-        if micro.index == 0:
-            self._stage.step += 1
-            self._counter = CountCollectives()
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+        """Watch the collectives of a micro-batch."""
         context = yield
         return self._watched(context, micro)
 
@@ -168,11 +173,12 @@ class Recorder:
         self._trace.micros.append(MicroTrace(self._stage.step, micro.index, micro.sync, seen))
 
     @hookimpl(wrapper=True)
-    def mtb_optimizer_step(self, prepared: Prepared) -> Generator[None, None, None]:
+    def mtb_optimizer_step(self, prepared: Prepared) -> Generator[None, Any, Any]:
         """The last strategy hook of a step."""
         self._note_rates(prepared.optimizer)
-        yield
+        applied = yield
         self._end_counting()
+        return applied
 
     def _end_counting(self) -> None:
         if self._counter is not None:

@@ -28,7 +28,7 @@ def install(tmp_path, monkeypatch):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n\ntext\n")
         points = f"[mtb]\n{entry} = {target.format(module=module)}\n" if entry_points is None else entry_points
         (info / "entry_points.txt").write_text(f"[console_scripts]\nother = a:b\n\n{points}")
-        head = "" if bare else "from mtb_core.api import *\nfrom mtb_core.api import hookimpl\nPLUGIN_API = 1\n"
+        head = "" if bare else "from mtb_core.api import *\nfrom mtb_core.api import hookimpl\nPLUGIN_API = 2\n"
         (site / f"{module}.py").write_text(head + textwrap.dedent(body))
         monkeypatch.syspath_prepend(site)
         return site

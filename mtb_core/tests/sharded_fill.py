@@ -34,7 +34,7 @@ def shard_fsdp(module, mesh):
 
 def shard_tp(module, mesh, spec):
     style = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    plan = {n: style[s]() for n, _ in module.named_modules() if (s := spec.tensor_parallel(n)) in style}
+    plan = {n: style[s]() for n, _ in module.named_modules() if (s := spec.role(n)) in style}
     return parallelize_module(module, mesh, plan)
 
 

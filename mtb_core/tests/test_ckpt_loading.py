@@ -47,6 +47,41 @@ def test_shapes_and_dtypes(tmp_path):
     assert target.pieces["b"][0].tensor.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "outcome"),
+    [
+        ("strategy/ep/m", "strategy/ep/m", None),
+        ("strategy/ep/m", None, "only one side has state of strategy/ep"),
+        (None, "plugins/ema/w", "only one side has state of plugins/ema"),
+        ("strategy/ep/m", "strategy/cp/m", "only one side has state of strategy/cp, strategy/ep"),
+    ],
+)
+def test_state_of_owners(tmp_path, caplog, stored, wanted, outcome):
+    """State of a strategy or plugin that one side has not at all is left out, said aloud, and not deterministic."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **({stored: torch.ones(3)} if stored else {})))
+    own = torch.full((3,), 7.0)
+    loaded = manager.load(path, whole(a=torch.zeros(2), **({wanted: own} if wanted else {})))
+    assert (loaded.deterministic, loaded.determinism_reason) == (outcome is None, outcome)
+    assert own.tolist() == ([1.0] * 3 if stored == wanted else [7.0] * 3)
+    assert (outcome or "") in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "problem"),
+    [
+        (("strategy/ep/m",), ("strategy/ep/m", "strategy/ep/n"), "missing in it: strategy/ep/n"),
+        (("strategy/ep/m", "strategy/ep/n"), ("strategy/ep/m",), "not in this training: strategy/ep/n"),
+        (("strategy/ep",), (), "not in this training: strategy/ep"),
+        (("strategies/ep/m",), (), "not in this training: strategies/ep/m"),
+    ],
+)
+def test_parts_of_an_owners_state(tmp_path, stored, wanted, problem):
+    """State of which only a part is there is refused, as that of model and optimizer is."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **{key: torch.ones(3) for key in stored}))
+    with pytest.raises(RunFailed, match=problem):
+        manager.load(path, whole(a=torch.zeros(2), **{key: torch.ones(3) for key in wanted}))
+
+
 def test_many_names_are_cut(tmp_path):
     """A long list of names is cut, and says how many more there are."""
     manager, path = save(tmp_path, whole(**{f"k{i:03}": torch.ones(1) for i in range(50)}))

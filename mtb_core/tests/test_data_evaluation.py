@@ -16,7 +16,7 @@ def seen(size, ranks, batch_size, batches=0):
     return [
         [
             targets[:, 0][targets[:, 0] != IGNORE_LABEL].tolist()
-            for _, targets in eval_batches(
+            for _, targets, _ in eval_batches(
                 Numbers(size), data_rank=rank, data_size=ranks, batch_size=batch_size, batches=batches
             )
         ]
@@ -42,7 +42,8 @@ def test_shapes():
     batches = list(eval_batches(Numbers(3), data_rank=3, data_size=4, batch_size=2))
 
     assert len(batches) == 1
-    inputs, targets = batches[0]
+    inputs, targets, real = batches[0]
+    assert real == 0
     assert inputs.shape == targets.shape == (2, Numbers.seq_length)
     assert inputs.dtype == targets.dtype == torch.int64
     assert (targets == IGNORE_LABEL).all()
@@ -61,4 +62,4 @@ def test_endless():
         eval_batches(data, data_rank=0, data_size=1, batch_size=2)
     batches = list(eval_batches(data, data_rank=1, data_size=2, batch_size=3, batches=2))
     assert len(batches) == 2
-    assert not any((targets == IGNORE_LABEL).any() for _, targets in batches)
+    assert not any((targets == IGNORE_LABEL).any() for _, targets, _ in batches)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
 from mtb_core.measure import environment as module
 from mtb_core.measure.environment import (
     environment,

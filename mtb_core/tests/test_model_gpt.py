@@ -108,7 +108,7 @@ def test_spec_names_what_strategies_need():
     """Blocks exist under their names, and each of their layers has its role under tensor parallelism."""
     spec, model = make(n_layers=3)
     assert spec.blocks == ("blocks.0", "blocks.1", "blocks.2")
-    roles = {name: role for name, _ in model.named_modules() if (role := spec.tensor_parallel(name))}
+    roles = {name: role for name, _ in model.named_modules() if (role := spec.role(name))}
     assert {name: role for name, role in roles.items() if "blocks" not in name} == {
         "tokens": "embedding",
         "positions": "stem",

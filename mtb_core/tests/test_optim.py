@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from mtb_core import ConfigError, TrainConfig
-from mtb_core.train.optim import optimizer_groups, optimizer_recipe
+from mtb_core.train import optim
+from mtb_core.train.optim import optimizer_groups
+
+
+def optimizer_recipe(config, device):
+    return getattr(optim, config.optimizer)(config, device)
 
 
 class Mixed(nn.Module):

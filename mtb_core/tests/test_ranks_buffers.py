@@ -42,7 +42,7 @@ def test_all_ranks_get_those_of_rank_zero(tmp_path):
 def test_they_are_sent_when_due(monkeypatch):
     """At each forward that follows a synchronised micro-batch, as they are by then; a model without any gets no hook."""
     sent = []
-    monkeypatch.setattr(module_of_buffers, "broadcast_buffers", lambda found: sent.append(list(found)))
+    monkeypatch.setattr(module_of_buffers, "broadcast_buffers", lambda found, _group: sent.append(list(found)))
     assert BufferSync.of(torch.nn.Linear(1, 1)) is None
     model = torch.nn.BatchNorm1d(2)
     sync = BufferSync.of(model)

@@ -32,7 +32,7 @@ def test_a_plugin_provides(install, strategy_body):
     record = record_of("fast", registry)
     assert registry.strategy("quick").help == "A test's."
     assert registry.provider("strategies", "quick") == record
-    assert (record.distribution, record.version, record.api, record.status) == ("mtb-fast", "2.5", 1, "active")
+    assert (record.distribution, record.version, record.api, record.status) == ("mtb-fast", "2.5", 2, "active")
     assert record.hooks == ("mtb_strategies",)
     assert record.as_json()["strategies"] == ["quick"]
     assert ("fast", "2.5") in registry.plugins_in_use()
@@ -43,7 +43,7 @@ def test_an_object_can_be_a_plugin(install):
     install(
         """
         class Plugin:
-            PLUGIN_API = 1
+            PLUGIN_API = 2
 
             @hookimpl
             def mtb_models(self):
@@ -64,8 +64,8 @@ BROKEN = {
     "sys.exit": ("raise SystemExit(5)", "SystemExit: 5"),
     "missing dependency": ("import not_installed_anywhere", "needs the module 'not_installed_anywhere'"),
     "no API": (HOOK.format([]) + "del PLUGIN_API", "states no PLUGIN_API"),
-    "old API": ("PLUGIN_API = 0", "plugin API 0, but this mtb-core has 1; the plugin is too old"),
-    "new API": ("PLUGIN_API = 99", "plugin API 99, but this mtb-core has 1; mtb-core is too old"),
+    "old API": ("PLUGIN_API = 0", "plugin API 0, but this mtb-core has 2; the plugin is too old"),
+    "new API": ("PLUGIN_API = 99", "plugin API 99, but this mtb-core has 2; mtb-core is too old"),
     "odd API": ("PLUGIN_API = '1'", "'1', which is not a whole number"),
     "no hooks": ("", "implements no hook"),
     "unknown hook": ("@hookimpl\ndef mtb_strategys(): pass", "'mtb_strategys'. Did you mean 'mtb_strategies'?"),

@@ -29,6 +29,7 @@ class Plain(Strategy):
 
     def optimizer_step(self, prepared, apply):
         self._calls.append(("optimizer_step", prepared, apply))
+        return apply
 
     def state(self, prepared):
         return f"state of {prepared}"

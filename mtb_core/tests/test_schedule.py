@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mtb_core import TrainConfig
-from mtb_core.train.schedule import LearningRate, learning_rate
+from mtb_core.train import schedule
+from mtb_core.train.schedule import LearningRate
+
+
+def learning_rate(config, step):
+    return getattr(schedule, config.lr_scheduler)(config)(step)
+
 
 COSINE = TrainConfig(
     lr_scheduler="cosine", learning_rate=1.0, min_learning_rate=0.1, lr_warmup_steps=4, lr_decay_steps=12
@@ -73,10 +79,10 @@ def two_groups():
 
 
 def rates(optimizer, steps):
-    schedule = LearningRate(COSINE, optimizer)
+    rate = LearningRate(COSINE.learning_rate, schedule.cosine(COSINE), optimizer)
     out = []
     for step in steps:
-        first = schedule.set(step)
+        first = rate.set(step)
         out.append([group["lr"] for group in optimizer.param_groups])
         assert first == out[-1][0]
     return out

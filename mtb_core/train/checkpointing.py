@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from mtb_core.api.errors import ConfigError
-from mtb_core.api.values import Job, Prepared, SyncMode
+from mtb_core.api.errors import ConfigError, RunFailed
+from mtb_core.api.values import Job, Prepared, State, SyncMode
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.data.dataset import Dataset, content_digest
 from mtb_core.measure.environment import redact_values
 from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 
-from .schedule import learning_rate
+from .optim import described_groups
+from .schedule import Schedule
 from .trainer import Progress
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> Res
     from mtb_core.ckpt.resume import check_config, check_schedule  # noqa: PLC0415
 
     config, path = resolved.config, opened.path
+    _check_resharding(opened, resolved)
     changes: Mapping[str, Any] = {}
     if opened.version >= 3:
         saved, now = dict(opened.values["config"]), portable_config(config)
@@ -96,6 +98,17 @@ def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> Res
             )
             raise ConfigError(msg)
     return ResumePoint(path, _progress(opened), changes, imposed)
+
+
+def _check_resharding(opened: Opened, resolved: ResolvedRun) -> None:
+    """Refuse another number of ranks, or another strategy, where the plan says that they cannot load what was saved."""
+    strategy, ranks = str(opened.values.get("strategy")), opened.world_size
+    now = resolved.config.strategy
+    if not resolved.plan.resharding and (strategy, ranks) != (now, resolved.world.size):
+        raise ConfigError(
+            f"The checkpoint {opened.path} is of strategy '{strategy}' on {ranks} ranks, and strategy '{now}' with these "
+            f"options resumes its own checkpoints on the same number of ranks only; there are {resolved.world.size} now."
+        )
 
 
 def _progress(checkpoint: Opened | Loaded) -> Progress:
@@ -128,7 +141,8 @@ class RunCheckpoints:
     Args:
         folder: of the run; its metrics lines are copied into checkpoints.
         plugins: name and version of those in use, to be recorded.
-        dataset: what is trained on; its digest is recorded.
+        dataset: the training data; its digest is recorded.
+        schedule: gives the learning rate that is recorded.
     """
 
     def __init__(
@@ -141,7 +155,9 @@ class RunCheckpoints:
         point: ResumePoint | None,
         plugins: Sequence[tuple[str, str]],
         dataset: Dataset,
+        schedule: Schedule,
     ) -> None:
+        self._schedule = schedule
         self._job, self._hooks, self._prepared, self._run_folder = job, hooks, prepared, folder
         self._plugins = plugins
         self._data_digest = content_digest(dataset) if job.config.checkpoint_dir is not None else None
@@ -175,17 +191,54 @@ class RunCheckpoints:
         if self._manager is None:
             return Progress()
         if self._saves:
-            self._manager.preflight(self._hooks.state(self._prepared))
+            self._manager.preflight(self._state()[0])
         if self._point is None:
             return Progress()
-        state = self._hooks.state(self._prepared)
-        loaded = self._manager.load(self._point.path, state, allow_missing_rng=self._job.config.allow_missing_rng)
-        self._hooks.state_loaded(self._prepared, state)
-        self._hooks.plugin_states_loaded(loaded.sections.get("plugins") or {})
-        loaded.restore_random(self._job.ctx)
+        loaded = self._load(self._manager, self._point.path)
         self.loaded = loaded
         self.deterministic, self.reason = loaded.deterministic, loaded.determinism_reason
         self._compare_rounding(loaded)
+        self._saved_step = loaded.step
+        return _progress(loaded)
+
+    def _state(self) -> tuple[State, dict[str, Any]]:
+        """All that a checkpoint holds: tensors of the strategy and of plugins, and the JSON values of plugins by name."""
+        state = self._hooks.state(self._prepared)
+        pieces, values = dict(state.pieces), {}
+        for name, given in self._hooks.plugin_states(state).items():
+            values[name] = given.scalars if isinstance(given, State) else given
+            if isinstance(given, State):
+                pieces.update({f"plugins/{name}/{key}": parts for key, parts in given.pieces.items()})
+        return State(pieces, state.scalars), values
+
+    def _load(self, manager: CheckpointManager, path: Path) -> Loaded:
+        state, _ = self._state()
+        loaded = manager.load(path, state, allow_missing_rng=self._job.config.allow_missing_rng)
+        # A strategy's scalars mean nothing to another one.
+        own = loaded.values.get("strategy") == self._job.config.strategy
+        scalars = (loaded.sections.get("scalars") or {}) if own else {}
+        self._hooks.state_loaded(self._prepared, attrs.evolve(state, scalars=scalars))
+        self._hooks.plugin_states_loaded(loaded.sections.get("plugins") or {})
+        loaded.restore_random(self._job.ctx)
+        return loaded
+
+    def roll_back(self, before: int, why: str) -> Progress:
+        """Load the newest complete checkpoint of a step below `before`; put aside those of later steps. All ranks.
+
+        Raises:
+            RunFailed: on all ranks; there is no such checkpoint.
+        """
+        manager, path = self._manager, None
+        if manager is not None:
+            manager.finish()
+            path = manager.newest_below(before)
+        if manager is None or path is None:
+            missing = "without --checkpoint-dir" if manager is None else f"of a step below {before}"
+            raise RunFailed(f"{why}, but there is no checkpoint {missing} to go back to.", agreed=True)
+        loaded = self._load(manager, path)
+        if self._saves:
+            manager.put_aside(after=loaded.step)
+        self._not_deterministic(why)
         self._saved_step = loaded.step
         return _progress(loaded)
 
@@ -208,11 +261,12 @@ class RunCheckpoints:
         if not self._saves or self._manager is None or self._saved_step == progress.global_step:
             return 0.0
         metrics = self._run_folder / "metrics" / f"rank_{self._job.ctx.rank:05d}.jsonl"
+        state, plugins = self._state()
         seconds = self._manager.save(
             progress.global_step,
-            self._hooks.state(self._prepared),
+            state,
             meta=self._meta(progress),
-            sections=self._sections(progress),
+            sections=self._sections(progress, plugins),
             attachments={f"metrics/{metrics.name}": metrics} if metrics.is_file() else {},
         )
         self._saved_step = progress.global_step
@@ -263,23 +317,20 @@ class RunCheckpoints:
             return {}
         return {**(self.loaded.values.get("config_changes") or {}), **self._point.changes}
 
-    def _sections(self, progress: Progress) -> dict[str, Any]:
+    def _sections(self, progress: Progress, plugins: Mapping[str, Any]) -> dict[str, Any]:
         config, step = self._job.config, progress.global_step
-        groups = [
-            {k: v for k, v in group.items() if k != "params" and isinstance(v, bool | int | float | str | list | tuple)}
-            for group in self._prepared.optimizer.param_groups
-        ]
+        groups = described_groups(self._job.optimizer, config, self._schedule(max(step - 1, 0)))
         return {
             "train_state": attrs.asdict(progress),
             "scheduler": {
                 "name": config.lr_scheduler,
                 "completed_steps": step,
-                "next_learning_rate": learning_rate(config, step),
+                "next_learning_rate": self._schedule(step),
             },
             "data": {"samples_seen": progress.samples_seen, "digest": self._data_digest},
             "optimizer": {"name": config.optimizer, "param_groups": groups},
             "loss_scaler": None,
-            "plugins": self._hooks.plugin_states(),
+            "plugins": plugins,
         }
 
     def _compare_rounding(self, loaded: Loaded) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from mtb_core.api.errors import MissingGradient
-from mtb_core.api.values import Job, Prepared, Shards
+from mtb_core.api.values import Job, Prepared
+from mtb_core.api.work import Shards
 from mtb_core.ranks.inquiry import Answer, Inquiry
 
 
@@ -90,7 +91,8 @@ class GradientCheck:
         raise MissingGradient(message, rank=self._ctx.rank if alone else None, step=step, agreed=not alone)
 
     def _has(self, step: int, name: str) -> bool:
-        return step <= self._passed or (step == self._begun and self._parameters[name].grad is not None)
+        parameter = self._parameters.get(name)  # it may be another rank's part of the model
+        return step <= self._passed or (step == self._begun and parameter is not None and parameter.grad is not None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

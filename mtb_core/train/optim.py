@@ -34,12 +34,31 @@ def optimizer_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, A
         raise ConfigError(
             f"The model ({type(module).__name__}) has no trainable parameter; at least one must have requires_grad."
         )
+    return [group for group in _groups(decayed, others, config) if group["params"]]
+
+
+def _groups(decayed: list[nn.Parameter], others: list[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
     rate = {"lr": config.learning_rate, "initial_lr": config.learning_rate}
-    groups = [
+    return [
         {"params": decayed, "weight_decay": config.weight_decay, **rate},
         {"params": others, "weight_decay": 0.0, **rate},
     ]
-    return [group for group in groups if group["params"]]
+
+
+def described_groups(recipe: OptimizerRecipe, config: TrainConfig, rate: float) -> list[dict[str, Any]]:
+    """The JSON values of both parameter groups as the run's recipe makes them, with the learning rate `rate`.
+
+    For checkpoints, where they must be equal on all ranks: a rank of a pipeline may have no parameters for one of the
+    groups, and a strategy may make its optimizer with other kernels.
+    """
+    optimizer = recipe.factory(
+        _groups([nn.Parameter(torch.zeros(1, 1))], [nn.Parameter(torch.zeros(1))], config), **recipe.defaults
+    )
+    plain = (bool, int, float, str, list, tuple)
+    return [
+        {**{key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}, "lr": rate}
+        for group in optimizer.param_groups
+    ]
 
 
 def _global_dimensions(parameter: nn.Parameter) -> int:
@@ -47,13 +66,17 @@ def _global_dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def optimizer_recipe(config: TrainConfig, device: str) -> OptimizerRecipe:
-    """AdamW or SGD as configured; fused where torch has the kernel, otherwise ``foreach``.
+def adamw(config: TrainConfig, device: str) -> OptimizerRecipe:
+    """AdamW as configured; settings that the configuration does not name have torch's default (betas 0.9 and 0.999)."""
+    return OptimizerRecipe(torch.optim.AdamW, {**_common(config, device), "eps": config.adam_eps})
 
-    What the configuration does not name has torch's default (AdamW's betas are 0.9 and 0.999).
-    """
+
+def sgd(config: TrainConfig, device: str) -> OptimizerRecipe:
+    """SGD as configured."""
+    return OptimizerRecipe(torch.optim.SGD, {**_common(config, device), "momentum": config.momentum})
+
+
+def _common(config: TrainConfig, device: str) -> dict[str, Any]:
+    """Fused where torch has the kernel, otherwise ``foreach``."""
     fused = torch.device(device).type in _FUSED_DEVICES
-    common = {"lr": config.learning_rate, "fused": True} if fused else {"lr": config.learning_rate, "foreach": True}
-    if config.optimizer == "sgd":
-        return OptimizerRecipe(torch.optim.SGD, {**common, "momentum": config.momentum})
-    return OptimizerRecipe(torch.optim.AdamW, {**common, "eps": config.adam_eps})
+    return {"lr": config.learning_rate, "fused": True} if fused else {"lr": config.learning_rate, "foreach": True}

@@ -9,18 +9,19 @@ from typing import Any
 
 import attrs
 
-from mtb_core.api.descriptions import SinkInfo, StrategyInfo
+from mtb_core.api.descriptions import OptimizerInfo, RunPluginInfo, SinkInfo, StrategyInfo, construct
 from mtb_core.api.errors import ConfigError
-from mtb_core.api.options import parse_options
-from mtb_core.api.values import World
+from mtb_core.api.layout import World
+from mtb_core.api.options import NoOptions, parse_options
 from mtb_core.config import ResolvedRun, TrainConfig, resolve, write_toml
 from mtb_core.config.toml import PATHS, shorten_home
 from mtb_core.data import Dataset
 from mtb_core.data.source import open_dataset
-from mtb_core.model.spec import check_model
+from mtb_core.model.spec import check_model, model_options
 from mtb_core.registry.discovery import Registry
 
 from .checkpointing import ResumePoint, check_resume, find_checkpoint
+from .schedule import Schedule
 
 
 @attrs.frozen
@@ -36,6 +37,9 @@ class Planned:
     registry: Registry
     strategy: StrategyInfo
     sinks: tuple[tuple[str, SinkInfo, Any], ...]
+    run_plugins: tuple[tuple[str, RunPluginInfo, Any], ...]
+    optimizer: tuple[OptimizerInfo, Any]
+    schedule: Schedule
     dataset: Dataset
     eval_dataset: Dataset | None
     resume: ResumePoint | None
@@ -49,8 +53,15 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
     """
     strategy = registry.strategy(config.strategy)
     sinks = _sinks(config, registry)
+    run_plugins = _run_plugins(config, registry)
     registry.checkpoint_format(config.checkpoint_format)
     check_model(config.model, named=registry.models)
+    model_options(config, registry.models)
+    optimizer, scheduler = registry.optimizer(config.optimizer), registry.schedule(config.lr_scheduler)
+    optimizer_options = parse_options(optimizer.options, config.optimizer_opt, owner=f"optimizer '{optimizer.name}'")
+    scheduler_options = parse_options(
+        scheduler.options, config.lr_scheduler_opt, owner=f"learning-rate schedule '{scheduler.name}'"
+    )
     dataset = open_dataset(config, named=registry.datasets)
     eval_dataset = None if config.eval_data is None else open_dataset(config, "eval_data", named=registry.datasets)
     if eval_dataset is not None and eval_dataset.size is None and not config.eval_batches:
@@ -73,7 +84,35 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
     resume = None if opened is None else check_resume(opened, resolved, dataset)
     if resume is not None and resume.sync_mode is not None:
         resolved = attrs.evolve(resolved, sync_mode=resume.sync_mode)
-    return Planned(resolved, registry, strategy, sinks, dataset, eval_dataset, resume)
+    return Planned(
+        resolved,
+        registry,
+        strategy,
+        sinks,
+        run_plugins,
+        (optimizer, optimizer_options),
+        construct(scheduler, scheduler_options, resolved.config),
+        dataset,
+        eval_dataset,
+        resume,
+    )
+
+
+def _run_plugins(config: TrainConfig, registry: Registry) -> tuple[tuple[str, RunPluginInfo, Any], ...]:
+    """The run plugins that take part: those that always do, and those of which an option is given."""
+    given: dict[str, dict[str, Any]] = {}
+    for key, value in config.plugin_opt.items():
+        name, dot, option = key.partition(".")
+        if not dot:
+            raise ConfigError(f"--plugin-opt {key} must be PLUGIN.KEY=VALUE; `mtb plugins list` shows the run plugins.")
+        given.setdefault(registry.run_plugin(name).name, {})[option] = value
+    chosen = []
+    for name, info in registry.run_plugins.items():
+        always = info.options is NoOptions if info.always is None else info.always
+        if always or name in given:
+            options = parse_options(info.options, given.get(name, {}), owner=f"run plugin '{name}'")
+            chosen.append((name, info, options))
+    return tuple(chosen)
 
 
 def _sinks(config: TrainConfig, registry: Registry) -> tuple[tuple[str, SinkInfo, Any], ...]:

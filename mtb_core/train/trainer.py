@@ -1,7 +1,8 @@
-"""The optimizer step: what all strategies share, and where its time is measured.
+"""The optimizer step: the part that all strategies share, and where its time is measured.
 
 A step is: micro-batches (forward, backward) → norm of the gradients → one small all-reduce in which the ranks agree
-on everything they must know together → clipping → optimizer. Nothing else synchronises ranks or the device.
+on everything they must know together → clipping → optimizer. Nothing else synchronises ranks or the device. Where every
+rank holds all reduced gradients, the norm needs no agreement, and the all-reduce travels while backward runs.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 import attrs
 import torch
-import torch.distributed as dist
 
+from mtb_core.api.control import Control
 from mtb_core.api.errors import NonFinite
 from mtb_core.api.records import StepRecord
-from mtb_core.api.values import Job, MicroBatch, Prepared
+from mtb_core.api.values import Job, Prepared
+from mtb_core.api.work import EvaluationWork, Loss, MicroBatch, Shards, StepWork
 from mtb_core.config.schema import IGNORE_LABEL
 from mtb_core.data.loader import Loader, StepBatch
 from mtb_core.measure.ranges import named_range
@@ -26,6 +29,7 @@ from mtb_core.ranks.agree import gather_objects
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.registry.run_hooks import Hooks
 
+from .agreement import Agreed, Agreement
 from .gradients import GradientCheck, clip, nonfinite_gradients, squared_norm
 from .schedule import LearningRate
 
@@ -43,38 +47,20 @@ class Progress:
     tokens_seen: int = 0
 
 
-@attrs.frozen
-class Agreed:
-    """What all ranks know after the step's all-reduce.
-
-    Attributes:
-        loss_sum: over the valid tokens of the global batch.
-        norm_squared: of the gradients.
-        next_valid: valid tokens of the next global batch.
-        stop: stop requests by signal; `interrupt`: those by Ctrl-C among them.
-        save_failed: votes that a checkpoint in the making has failed.
-    """
-
-    loss_sum: float
-    norm_squared: float
-    next_valid: float
-    stop: float
-    interrupt: float
-    save_failed: float
-
-
-#: Elements of the agreement's vector, all float64: summed over ranks, so that a NaN of any rank stays one.
-AGREEMENT_ELEMENTS = len(attrs.fields(Agreed))
-
-
 class Trainer:
     """Steps a prepared model through its data. One object serves one trial, on one rank.
 
     Args:
         loader: gives this rank's batches; its first batch must follow `progress`.
+        schedule: the learning rate of the step that follows so many completed ones.
         stop: raised by signals; read once a step.
         memory_mib: gives the peak memory so far.
         save_vote: gives this rank's vote on the checkpoint in the making.
+
+    Attributes:
+        agreed: the outcome of the last step's agreement.
+        control: the requests of run plugins.
+        paused_ms: to be set after saving: milliseconds that training paused since the last step.
     """
 
     def __init__(
@@ -84,6 +70,7 @@ class Trainer:
         prepared: Prepared,
         loader: Loader,
         *,
+        schedule: Callable[[int], float],
         stop: StopFlag,
         memory_mib: Callable[[], float],
         save_vote: Callable[[], float] = lambda: 0.0,
@@ -93,20 +80,14 @@ class Trainer:
         self.hooks = hooks
         self.prepared = prepared
         self.progress = progress or Progress()
-        #: "stopped" or "interrupted" once all ranks have agreed to stop after a signal.
-        self.stop_reason: str | None = None
-        #: The sum of the ranks' votes on the checkpoint in the making, as of the last step.
-        self.save_failed = 0.0
-        #: To be set after saving: milliseconds that training paused since the last step.
+        self.control = Control()
         self.paused_ms = 0.0
         self._loader = loader
-        self._stop = stop
         self._memory_mib = memory_mib
-        self._save_vote = save_vote
         self._loss = LossFunction(job.model, prepared.core)
-        self._rate = LearningRate(job.config, prepared.optimizer)
+        self._rate = LearningRate(job.config.learning_rate, schedule, prepared.optimizer)
         self._check = GradientCheck(job, prepared)
-        self._leads = job.ctx.leads
+        self._agreement = Agreement(job, hooks, prepared, control=self.control, stop=stop, save_vote=save_vote)
         self._micros = tuple(
             MicroBatch(i, job.accumulation, job.sync_mode == "every" or i == job.accumulation - 1)
             for i in range(job.accumulation)
@@ -115,10 +96,21 @@ class Trainer:
         self._synchronize: Callable[[], object] = (
             torch.cuda.synchronize if self._device.type == "cuda" else _nothing_to_wait_for
         )
+        self._fetching = 0
+        # Whether the ranks may agree before the norm is known; they find out together in the first step.
+        self._early = False
         prepared.module.train()
         self._batch: StepBatch = loader.next()
         self._loss.check_ignores(prepared.module, self._batch.inputs[0], self._batch.targets[0])
-        self._valid = self._agree(0.0, 0.0, self._batch).next_valid
+        self._agreement.begin(None, self._batch.valid_tokens)
+        self.agreed: Agreed = self._agreement.end()
+
+    def restart(self, loader: Loader) -> None:
+        """Go on with the batches of `loader`, from where `progress` has been set to. All ranks."""
+        self._loader = loader
+        self._batch = loader.next()
+        self._agreement.begin(None, self._batch.valid_tokens)
+        self.agreed = self._agreement.end()
 
     def step(self, *, warmup: bool = False) -> StepRecord:
         """Take one optimizer step.
@@ -132,39 +124,35 @@ class Trainer:
         """
         clock = time.perf_counter_ns
         start = clock()
-        batch, valid, progress = self._batch, self._valid, self.progress
+        batch, valid, progress = self._batch, self.agreed.votes.next_valid, self.progress
         number = progress.global_step + 1
         rate = self._rate.set(progress.global_step)
         self._check.begin(number)
-        local_loss = self._forward_backward(batch, valid, self._micros)
+        self._fetching = 0
+        local = self._forward_backward(batch, valid, self._micros, self._announced if self._early else _ignored)
         shards = self.hooks.gradients(self.prepared)
         self._check(number)
-        norm_squared = squared_norm(shards, self._device)
-        waiting = clock()
-        with named_range("mtb:data"):  # the only part of a step that no run hook can see
-            self._batch = self._loader.next()
-        fetched = clock()
-        agreed = self._agree(local_loss if self._leads else 0.0, norm_squared, self._batch)
-        self._valid = agreed.next_valid
+        agreed, norm_squared = self._agree(local, shards, squared_norm(shards, self._device))
         self._synchronize()
         backward_end = clock()
 
-        norm = math.sqrt(agreed.norm_squared) if agreed.norm_squared >= 0 else math.nan
-        loss = agreed.loss_sum / max(valid, 1.0)
+        norm = math.sqrt(norm_squared) if norm_squared >= 0 else math.nan
+        loss = agreed.votes.loss_sum / max(valid, 1.0)
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
-            self._nonfinite(number, local_loss, batch, valid)
+            self._nonfinite(number, local.sum, batch, valid)
         limit = self.job.config.max_grad_norm
         clipped = bool(limit) and norm > limit
         if clipped:
             clip(shards, norm, limit)
-        self.hooks.optimizer_step(self.prepared, apply=not nonfinite)
+        applied = self.hooks.optimizer_step(self.prepared, apply=not (nonfinite or agreed.votes.skip))
         self._synchronize()
         end = clock()
 
         progress.global_step = number
         progress.samples_seen += batch.samples
         progress.tokens_seen += int(valid)
+        waited = self._fetching
         record = StepRecord(
             global_step=number,
             loss=loss,
@@ -172,88 +160,102 @@ class Trainer:
             param_norm=None,
             learning_rate=rate,
             clipped=clipped,
-            skipped=nonfinite,
+            skipped=not applied,
             nonfinite=nonfinite,
             samples_seen=progress.samples_seen,
             tokens_seen=progress.tokens_seen,
             valid_tokens=int(valid),
-            data_time_ms=(fetched - waiting) / 1e6,
-            forward_backward_ms=(backward_end - start - (fetched - waiting)) / 1e6,
+            data_time_ms=waited / 1e6,
+            forward_backward_ms=(backward_end - start - waited) / 1e6,
             optimizer_step_ms=(end - backward_end) / 1e6,
             step_time_ms=(end - start) / 1e6,
             checkpoint_time_ms=self.paused_ms,
             memory_mib=self._memory_mib(),
             warmup=warmup,
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            metrics=_metrics(agreed, valid),
         )
         self.paused_ms = 0.0
+        self.agreed = agreed
         self.hooks.step_recorded(record)
-        self.save_failed = agreed.save_failed
-        if agreed.stop:
-            self.stop_reason = "interrupted" if agreed.interrupt else "stopped"
         return record
 
-    def evaluate(self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterator[tuple[torch.Tensor, torch.Tensor, int]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of `batches`, and how many samples had any; equal on all ranks.
 
-        Every rank must bring the same number of batches; padding has no valid tokens and weighs nothing.
+        Every rank must bring the same number of batches; padding has no valid tokens and weighs nothing. A batch is
+        inputs, targets, and how many of its samples have anything to predict.
         """
-        module = self.prepared.module
-        total = torch.zeros(3, dtype=torch.float64, device=self._device)
+        module, ctx = self.prepared.module, self.job.ctx
+        valid_tokens = counted = 0
+
+        def taken() -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+            nonlocal valid_tokens, counted
+            for inputs, targets, samples in batches:
+                valid = int(targets.ne(IGNORE_LABEL).sum())
+                valid_tokens += valid
+                counted += samples
+                yield inputs, targets, valid
+
         module.eval()
         try:
             with torch.no_grad():
-                for inputs, targets in batches:
-                    real = targets.ne(IGNORE_LABEL)
-                    loss = self._loss(module, inputs, targets, int(real.sum()))
-                    total += torch.stack([loss.double(), real.sum().double(), real.any(dim=1).sum().double()])
+                work = EvaluationWork(taken(), self._loss.forward, self._loss.of)
+                found = self.hooks.evaluate(self.prepared, work)
         finally:
             module.train()
-        if not self._leads:
-            total.zero_()
-        self._reduce(total)
+        total = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if ctx.counts_loss and found is not None:
+            total[0], total[1] = found.sum, valid_tokens
+        if ctx.counts_samples:
+            total[2] = counted
+        self._agreement.sum(total)
         loss_sum, valid, samples = total.tolist()
         loss = loss_sum / max(valid, 1.0)
         self.hooks.evaluated(self.progress.global_step, loss, int(samples))
         return loss, int(samples)
 
-    def _forward_backward(self, batch: StepBatch, valid: float, micros: Sequence[MicroBatch]) -> torch.Tensor:
-        """The micro-batches of a step. Returns this rank's summed loss, detached, on the device."""
-        hooks, prepared, loss_of = self.hooks, self.prepared, self._loss
-        share = 1.0 / max(valid, 1.0)
-        total: torch.Tensor | None = None
-        for micro, inputs, targets, count in zip(
-            micros, batch.inputs, batch.targets, batch.valid_by_micro_batch, strict=True
-        ):
-            with hooks.micro_batch(prepared, micro):
-                loss = loss_of(prepared.module, inputs, targets, count)
-                hooks.backward(prepared, loss * share)
-            detached = loss.detach()
-            total = detached if total is None else total + detached
-        assert total is not None
-        return total
+    def _forward_backward(
+        self, batch: StepBatch, valid: float, micros: Sequence[MicroBatch], announce: Callable[[Loss], None]
+    ) -> Loss:
+        """The micro-batches of a step; this rank's loss, detached, on the device."""
+        hooks, prepared = self.hooks, self.prepared
+        work = StepWork(
+            inputs=batch.inputs,
+            targets=batch.targets,
+            valid=batch.valid_by_micro_batch,
+            share=1.0 / max(valid, 1.0),
+            micros=micros,
+            forward=self._loss.forward,
+            loss=self._loss.of,
+            micro_batch=partial(hooks.micro_batch, prepared),
+            backward=partial(hooks.backward, prepared),
+            announce=announce,
+        )
+        return hooks.accumulate(prepared, work)
 
-    def _agree(self, local_loss: torch.Tensor | float, norm_squared: torch.Tensor | float, batch: StepBatch) -> Agreed:
-        """The step's one small all-reduce."""
-        requested = self._stop.requested
-        valid = float(batch.valid_tokens) if self._leads else 0.0
-        stop, interrupt = float(requested is not None), float(requested == "SIGINT")
-        own = (local_loss, norm_squared, valid, stop, interrupt, self._save_vote())
-        if self._device.type == "cpu":
-            values = [float(v) for v in own]
-            if self.job.ctx.world_size > 1:
-                vector = torch.tensor(values, dtype=torch.float64)
-                dist.all_reduce(vector)
-                values = vector.tolist()
-        else:
-            vector = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device) for v in own])
-            self._reduce(vector)
-            values = vector.tolist()
-        return Agreed(*values)
+    def _announced(self, total: Loss) -> None:
+        """Let the ranks agree while the rest of backward runs."""
+        self._agreement.begin(total, self._next_batch().valid_tokens, partial=False)
 
-    def _reduce(self, vector: torch.Tensor) -> None:
-        if self.job.ctx.world_size > 1:
-            dist.all_reduce(vector)
+    def _agree(self, local: Loss, shards: Sequence[Shards], norm_squared: torch.Tensor) -> tuple[Agreed, float]:
+        """The agreement, and the squared norm of the whole model's gradients."""
+        ranks = self.job.ctx.world_size
+        whole = all(part.copies == ranks for part in shards if part.tensors)
+        if self._agreement.begun:
+            return self._agreement.end(), float(norm_squared) * ranks
+        self._agreement.begin(local, self._next_batch().valid_tokens, norm_squared=norm_squared, partial=not whole)
+        agreed = self._agreement.end()
+        self._early = not agreed.votes.partial
+        return agreed, agreed.votes.norm_squared
+
+    def _next_batch(self) -> StepBatch:
+        """Fetch the batch of the next step; the time it takes is the step's time for data."""
+        start = time.perf_counter_ns()
+        with named_range("mtb:data"):  # the only part of a step that no run hook can see
+            self._batch = self._loader.next()
+        self._fetching += time.perf_counter_ns() - start
+        return self._batch
 
     def _nonfinite(self, step: int, local_loss: torch.Tensor, batch: StepBatch, valid: float) -> None:
         """All ranks are here. Raise on all of them, naming rank and step, or return where updates are skipped."""
@@ -282,7 +284,7 @@ class Trainer:
         reduced = nonfinite_gradients(self.prepared)
         if "last" in self.job.plan.sync_modes:
             self.hooks.optimizer_step(self.prepared, apply=False)
-            self._forward_backward(batch, valid, [attrs.evolve(m, sync=False) for m in self._micros])
+            self._forward_backward(batch, valid, [attrs.evolve(m, sync=False) for m in self._micros], _ignored)
             own = gather_objects(self.job.ctx, nonfinite_gradients(self.prepared))
             for rank, names in enumerate(own):
                 if names:
@@ -293,3 +295,13 @@ class Trainer:
 
 def _nothing_to_wait_for() -> None:
     """CPU work is done when a call returns."""
+
+
+def _ignored(total: Loss) -> None:
+    """Where nothing may be sent before the norm is known."""
+
+
+def _metrics(agreed: Agreed, valid: float) -> dict[str, float]:
+    """The figures of a record beyond the common ones."""
+    found = {name: total / max(valid, 1.0) for name, total in agreed.model_metrics.items()}
+    return {**found, **agreed.plugin_metrics}

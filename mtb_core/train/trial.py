@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.records import RunInfo, StepRecord
-from mtb_core.api.values import Job, ModelSpec, Prepared, RankContext
+from mtb_core.api.values import Job, ModelSpec, OptimizerRecipe, Prepared, RankContext
 from mtb_core.config import ResolvedRun
 from mtb_core.data.dataset import Dataset
 from mtb_core.data.evaluation import eval_batches
@@ -24,18 +24,25 @@ from mtb_core.data.loader import Loader
 from mtb_core.measure.collectives import CountCollectives
 from mtb_core.measure.memory import PeakMemory
 from mtb_core.model import services
+from mtb_core.ranks.agree import gather_objects
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.registry.run_hooks import Hooks
 
 from .checkpointing import ResumePoint, RunCheckpoints
-from .optim import optimizer_groups, optimizer_recipe
-from .trainer import AGREEMENT_ELEMENTS, Progress, Trainer
+from .optim import optimizer_groups
+from .trainer import Progress, Trainer
 
 
 @attrs.frozen
 class TrialInputs:
-    """What a trial needs that outlives it. `hooks` makes the trial's own strategy, sinks and plugins."""
+    """The things a trial needs that outlive it.
+
+    Attributes:
+        hooks: makes the trial's own strategy, sinks and run plugins.
+        optimizer: of the configuration, for this rank's device.
+        schedule: the learning rate of the step that follows so many completed ones.
+    """
 
     resolved: ResolvedRun
     ctx: RankContext
@@ -43,6 +50,8 @@ class TrialInputs:
     dataset: Dataset
     eval_dataset: Dataset | None
     hooks: Callable[[], Hooks]
+    optimizer: OptimizerRecipe
+    schedule: Callable[[int], float]
     folder: Path
     plugins: Sequence[tuple[str, str]]
     resume: ResumePoint | None
@@ -56,14 +65,19 @@ class TrialOutcome:
 
     Attributes:
         exit_reason: ``"done"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``; equal on all ranks.
+        stop_reason: the words of the run plugin that ended the run early.
         failure: why, where all ranks failed by agreement; any other failure is raised.
         progress: how far the training is.
         pauses_ms: how long this rank was held up by each checkpoint.
         runtime: the part of the result's ``runtime`` about checkpoints.
+        actions: acts of run plugins on the run (saved, skipped, went back), in order, as JSON.
         collectives: calls by kind in one step, and their bytes; None where they were not counted, with the reason.
+        strategy_facts: of `Prepared.facts`.
+        plugin_results: of sinks and run plugins, by name.
     """
 
     exit_reason: str = "done"
+    stop_reason: str | None = None
     failure: Failure | None = None
     records: list[StepRecord] = attrs.field(factory=list)
     parameters: int = 0
@@ -76,6 +90,9 @@ class TrialOutcome:
     progress: Progress = attrs.field(factory=Progress)
     pauses_ms: list[float] = attrs.field(factory=list)
     runtime: Mapping[str, Any] = attrs.field(factory=dict)
+    actions: list[dict[str, Any]] = attrs.field(factory=list)
+    strategy_facts: Mapping[str, Any] = attrs.field(factory=dict)
+    plugin_results: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
@@ -89,12 +106,16 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
     hooks = inputs.hooks()
     memory = PeakMemory(ctx.device)
     outcome.memory_kind = memory.kind
-    job = _make_job(inputs)
+    counted = _CountedBuild(inputs)
+    job = _make_job(inputs, counted)
     prepared: Prepared | None = None
     finished = "failed"
     try:
+        hooks.worker_started(ctx, inputs.folder)
+        hooks.phase("prepare", 0)
         prepared = hooks.prepare(job)
-        outcome.parameters = prepared.parameters or count_parameters(prepared.core)
+        _check_positions(job, prepared)
+        outcome.parameters = counted.parameters or count_parameters(prepared.core)
         seed_generators(config.seed, ctx)
         checkpoints = RunCheckpoints(
             job,
@@ -104,95 +125,238 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
             point=inputs.resume,
             plugins=inputs.plugins,
             dataset=inputs.dataset,
+            schedule=inputs.schedule,
         )
+        if inputs.resume is not None:
+            hooks.phase("load", inputs.resume.step)
         progress = outcome.progress = checkpoints.start()
-        with Loader(
-            inputs.dataset,
-            seed=config.seed,
-            data_rank=ctx.data_rank,
-            data_size=ctx.layout.data_size,
-            batch_size=config.batch_size or 1,
-            accumulation=job.accumulation,
-            device=ctx.device,
-            samples_seen=progress.samples_seen,
-        ) as loader:
+        with _Data(inputs, job, prepared) as data:
             trainer = Trainer(
                 job,
                 hooks,
                 prepared,
-                loader,
+                data.open(progress.samples_seen),
+                schedule=inputs.schedule,
                 stop=inputs.stop,
                 memory_mib=memory.mib,
                 save_vote=checkpoints.vote,
                 progress=progress,
             )
-            _train(inputs, trainer, checkpoints, outcome, trial)
+            _Training(inputs, trainer, checkpoints, data, outcome).run(trial)
         outcome.pauses_ms, outcome.runtime = checkpoints.pauses_ms, checkpoints.runtime()
+        outcome.strategy_facts, outcome.plugin_results = dict(prepared.facts), hooks.results()
         finished = outcome.exit_reason
     except RunFailed as error:
         if not error.agreed:
             raise
         outcome.exit_reason, outcome.failure = "failed", failure_of(error, ctx.rank)
     finally:
+        hooks.phase("close", outcome.progress.global_step)
         hooks.run_finished(finished)
         if prepared is not None:
             hooks.close(prepared)
     return outcome
 
 
-def _train(
-    inputs: TrialInputs, trainer: Trainer, checkpoints: RunCheckpoints, outcome: TrialOutcome, trial: int
-) -> None:
-    """All steps of a trial, with the checkpoints and evaluations between and after them."""
-    config, ctx = inputs.resolved.config, inputs.ctx
-    first = trainer.progress.global_step + 1
-    warmup_until, last = inputs.resolved.warmup_until, inputs.resolved.last_step
-    trainer.hooks.run_started(RunInfo(config, ctx, inputs.folder, first, last, trial, inputs.progress))
-    counted = warmup_until if _may_count(inputs, outcome, first) else None
-    evaluated = 0
-    for step in range(first, last + 1):
+class _CountedBuild:
+    """Builds the whole model for the strategy, and counts its parameters before the strategy takes any away.
+
+    Tied parameters count once.
+    """
+
+    def __init__(self, inputs: TrialInputs) -> None:
+        self.parameters = 0
+        self._inputs = inputs
+
+    def __call__(self) -> torch.nn.Module:
+        inputs = self._inputs
+        module = services.build_module(inputs.model, inputs.resolved.config.seed, inputs.ctx.device)
+        self.parameters = count_parameters(module)
+        if not inputs.resolved.plan.tied_weights:
+            _refuse_tied(module, inputs.resolved.config.strategy)
+        return module
+
+
+def _refuse_tied(module: torch.nn.Module, strategy: str) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            raise RunFailed(
+                f"The parameters '{first}' and '{name}' of the model are one, and strategy '{strategy}' with these options "
+                "cannot train tied weights. Untie them, or use another strategy.",
+                agreed=True,
+            )
+
+
+def _check_positions(job: Job, prepared: Prepared) -> None:
+    """Every rank checks its own; what is wrong is wrong on all ranks, for they run the same code."""
+    positions, length = prepared.positions, job.config.seq_length
+    if positions is not None and not all(0 <= p < length for p in positions):
+        raise RunFailed(
+            f"Strategy '{job.config.strategy}' has the positions {min(positions)} to {max(positions)} of samples of "
+            f"--seq-length {length}; they must lie in 0 to {length - 1}.",
+        )
+
+
+class _Data(ExitStack):
+    """The loader of a trial, which can be opened again at another place in the data."""
+
+    def __init__(self, inputs: TrialInputs, job: Job, prepared: Prepared) -> None:
+        super().__init__()
+        self._inputs, self._job, self._positions = inputs, job, prepared.positions
+
+    def open(self, samples_seen: int) -> Loader:
+        """A loader that begins after so many samples; the one before is closed."""
+        self.close()
+        config, ctx = self._job.config, self._job.ctx
+        return self.enter_context(
+            Loader(
+                self._inputs.dataset,
+                seed=config.seed,
+                data_rank=ctx.data_rank,
+                data_size=ctx.layout.data_size,
+                batch_size=config.batch_size or 1,
+                accumulation=self._job.accumulation,
+                positions=self._positions,
+                device=ctx.device,
+                samples_seen=samples_seen,
+            )
+        )
+
+
+class _Training:
+    """All steps of a trial, with the checkpoints, evaluations and acts of run plugins between them."""
+
+    def __init__(
+        self, inputs: TrialInputs, trainer: Trainer, checkpoints: RunCheckpoints, data: _Data, outcome: TrialOutcome
+    ) -> None:
+        self._inputs, self._trainer, self._checkpoints = inputs, trainer, checkpoints
+        self._data, self._outcome = data, outcome
+        self._evaluated = 0
+
+    def run(self, trial: int) -> None:
+        """Train to the end, or until it is ended. All ranks."""
+        inputs, trainer, outcome = self._inputs, self._trainer, self._outcome
+        config, hooks, checkpoints = inputs.resolved.config, trainer.hooks, self._checkpoints
+        first, last = trainer.progress.global_step + 1, inputs.resolved.last_step
+        hooks.run_started(
+            RunInfo(config, inputs.ctx, inputs.folder, first, last, trial, inputs.progress, trainer.control)
+        )
+        counted = inputs.resolved.warmup_until if _may_count(inputs, outcome, first) else None
+        while (step := trainer.progress.global_step + 1) <= last:
+            self._step(step, first, counted)
+            checkpoints.settle(trainer.agreed.votes.save_failed)
+            if self._went_back():
+                continue
+            if checkpoints.due(step) or self._asked_to_save(step):
+                trainer.paused_ms = self._save()
+            if self._ended():
+                break
+            if config.eval_every and step % config.eval_every == 0:
+                self._evaluate()
+        with inputs.stop.holding():
+            if outcome.exit_reason != "done" or config.save_every:
+                self._save()
+            checkpoints.finish()
+        if inputs.eval_dataset is not None and outcome.exit_reason == "done":
+            self._evaluate()
+
+    def _step(self, step: int, first: int, counted: int | None) -> None:
+        trainer, outcome, warmup_until = self._trainer, self._outcome, self._inputs.resolved.warmup_until
+        trainer.hooks.phase("compile" if step == first and self._inputs.resolved.config.compile else "step", step)
         if step == counted:
             with CountCollectives() as counter:
                 record = trainer.step(warmup=True)
-            _note_collectives(counter, outcome, agreed=ctx.world_size > 1)
+            outcome.collectives, outcome.message_bytes = dict(counter.calls), dict(counter.message_bytes)
         else:
             record = trainer.step(warmup=step <= warmup_until)
         outcome.records.append(record)
-        checkpoints.settle(trainer.save_failed)
-        if checkpoints.due(step):
-            with inputs.stop.holding():
-                trainer.paused_ms = checkpoints.save(trainer.progress)
-        if trainer.stop_reason is not None:
-            inputs.stop.heed()
-            outcome.exit_reason = trainer.stop_reason
-            break
-        if config.eval_every and step % config.eval_every == 0:
-            _evaluate(inputs, trainer, outcome)
-            evaluated = step
-    with inputs.stop.holding():
-        if outcome.exit_reason != "done" or config.save_every:
-            checkpoints.save(trainer.progress)
-        checkpoints.finish()
-    if inputs.eval_dataset is not None and outcome.exit_reason == "done" and evaluated != last:
-        _evaluate(inputs, trainer, outcome)
+        if trainer.agreed.votes.skip:
+            reasons = self._said(trainer.agreed.own.skip)
+            outcome.actions.append({"step": step, "action": "skip", "reason": reasons[0]})
+
+    def _save(self) -> float:
+        trainer = self._trainer
+        trainer.hooks.phase("save", trainer.progress.global_step)
+        with self._inputs.stop.holding():
+            return self._checkpoints.save(trainer.progress)
+
+    def _asked_to_save(self, step: int) -> bool:
+        asked = bool(self._trainer.agreed.votes.save)
+        if asked:
+            self._outcome.actions.append({"step": step, "action": "save"})
+        return asked
+
+    def _said(self, text: str | None) -> list[str]:
+        """The reasons that any rank gave; collective."""
+        return [said for said in gather_objects(self._inputs.ctx, text) if said is not None]
+
+    def _ended(self) -> bool:
+        """Whether the ranks have agreed to end the run after this step: signals first, then run plugins."""
+        votes, own, outcome = self._trainer.agreed.votes, self._trainer.agreed.own, self._outcome
+        if votes.stopped:
+            outcome.exit_reason = "interrupted" if votes.interrupted else "stopped"
+        elif votes.stop:
+            outcome.exit_reason, outcome.stop_reason = "stopped", self._said(own.stop)[0]
+        elif votes.finish:
+            outcome.stop_reason = self._said(own.finish)[0]
+        else:
+            return False
+        self._inputs.stop.heed()
+        return True
+
+    def _went_back(self) -> bool:
+        """Go back to a checkpoint if the ranks have agreed on it."""
+        trainer, outcome = self._trainer, self._outcome
+        if not trainer.agreed.votes.back or trainer.agreed.votes.stopped:
+            return False
+        wishes = [w for w in gather_objects(self._inputs.ctx, trainer.agreed.own.back) if w is not None]
+        reason, before = wishes[0].reason, min(w.before for w in wishes)
+        leave_out = max(w.leave_out for w in wishes)
+        progress = trainer.progress
+        there = progress.global_step
+        trainer.hooks.phase("load", there)
+        found = self._checkpoints.roll_back(before, f"{reason}: went back from step {there}")
+        progress.global_step, progress.tokens_seen = found.global_step, found.tokens_seen
+        progress.samples_seen = self._after(found.samples_seen, leave_out)
+        trainer.restart(self._data.open(progress.samples_seen))
+        outcome.actions.append(
+            {"step": there, "action": "roll_back", "to": found.global_step, "left_out": leave_out, "reason": reason}
+        )
+        return True
+
+    def _after(self, samples_seen: int, batches: int) -> int:
+        """Place in the data after `batches` more global batches; the last one of an epoch may be shorter."""
+        size, batch = self._inputs.dataset.size, self._inputs.resolved.config.global_batch_size or 1
+        for _ in range(batches):
+            samples_seen += batch if size is None else min(batch, size - samples_seen % size)
+        return samples_seen
+
+    def _evaluate(self) -> None:
+        """Evaluate, unless it was done after this step already."""
+        inputs, trainer = self._inputs, self._trainer
+        step = trainer.progress.global_step
+        if self._evaluated == step:
+            return
+        assert inputs.eval_dataset is not None
+        self._evaluated = step
+        trainer.hooks.phase("evaluate", step)
+        config, ctx = inputs.resolved.config, inputs.ctx
+        batches = eval_batches(
+            inputs.eval_dataset,
+            data_rank=ctx.data_rank,
+            data_size=ctx.layout.data_size,
+            batch_size=config.batch_size or 1,
+            batches=config.eval_batches,
+            positions=trainer.prepared.positions,
+            device=ctx.device,
+        )
+        with preserved_generators():
+            self._outcome.eval_loss, self._outcome.eval_samples = trainer.evaluate(batches)
 
 
-def _evaluate(inputs: TrialInputs, trainer: Trainer, outcome: TrialOutcome) -> None:
-    assert inputs.eval_dataset is not None
-    config, ctx = inputs.resolved.config, inputs.ctx
-    batches = eval_batches(
-        inputs.eval_dataset,
-        data_rank=ctx.data_rank,
-        data_size=ctx.layout.data_size,
-        batch_size=config.batch_size or 1,
-        batches=config.eval_batches,
-        device=ctx.device,
-    )
-    with preserved_generators():
-        outcome.eval_loss, outcome.eval_samples = trainer.evaluate(batches)
-
-
-def _make_job(inputs: TrialInputs) -> Job:
+def _make_job(inputs: TrialInputs, build: Callable[[], torch.nn.Module]) -> Job:
     resolved, ctx, model = inputs.resolved, inputs.ctx, inputs.model
     config = resolved.config
     return Job(
@@ -203,11 +367,11 @@ def _make_job(inputs: TrialInputs) -> Job:
         model=model,
         sync_mode=resolved.sync_mode,
         accumulation=config.grad_accum_steps or 1,
-        build=partial(services.build_module, model, config.seed, ctx.device),
+        build=build,
         materialize=partial(services.materialize, spec=model, seed=config.seed, device=ctx.device),
         in_place=partial(services.in_place, spec=model, config=config, device=ctx.device),
-        optimizer_groups=partial(optimizer_groups, config=config),
-        optimizer=optimizer_recipe(config, ctx.device),
+        optimizer_groups=inputs.optimizer.groups or partial(optimizer_groups, config=config),
+        optimizer=inputs.optimizer,
         steps=resolved.last_step - (inputs.resume.step if inputs.resume is not None else 0),
     )
 
@@ -253,16 +417,3 @@ def _may_count(inputs: TrialInputs, outcome: TrialOutcome, first: int) -> bool:
     else:
         return True
     return False
-
-
-def _note_collectives(counter: CountCollectives, outcome: TrialOutcome, *, agreed: bool) -> None:
-    """Keep what was counted; the step's own small all-reduce, if there is one, is told apart as ``agreement``."""
-    calls, sizes = dict(counter.calls), dict(counter.message_bytes)
-    if agreed:
-        calls["all_reduce"] -= 1
-        sizes["all_reduce"] -= AGREEMENT_ELEMENTS * 8
-        calls["agreement"], sizes["agreement"] = 1, AGREEMENT_ELEMENTS * 8
-        for counts in (calls, sizes):
-            if not counts["all_reduce"]:
-                del counts["all_reduce"]
-    outcome.collectives, outcome.message_bytes = calls, sizes

@@ -10,8 +10,9 @@ from typing import Any
 
 import attrs
 
-from mtb_core.api.descriptions import load_reference
-from mtb_core.api.values import RankContext, World
+from mtb_core.api.descriptions import construct, load_reference
+from mtb_core.api.layout import World
+from mtb_core.api.values import RankContext
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.launch.worker import Worker
 from mtb_core.measure.environment import environment, provenance, redact, redact_values
@@ -28,7 +29,6 @@ from mtb_core.registry.run_hooks import Hooks
 
 from .checkpointing import Published, newest_published
 from .planning import Planned, make_run_folder, nothing_left, plan_run, write_config
-from .schedule import learning_rate
 from .trial import TrialInputs, TrialOutcome, run_trial
 
 
@@ -92,6 +92,8 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             dataset=planned.dataset,
             eval_dataset=planned.eval_dataset,
             hooks=partial(_make_hooks, planned, payload.plugins, partial(_warn, worker)),
+            optimizer=construct(*planned.optimizer, planned.resolved.config, ctx.device),
+            schedule=planned.schedule,
             folder=folder,
             plugins=registry.plugins_in_use(),
             resume=planned.resume,
@@ -189,7 +191,7 @@ def _warn(worker: Worker, text: str) -> None:
 def _make_hooks(planned: Planned, own: Mapping[str, Callable[[], object]], warn: Callable[[str], None]) -> Hooks:
     """A trial's own strategy, sinks and run plugins."""
     sinks = {name: load_reference(info.impl)(options) for name, info, options in planned.sinks}
-    plugins = {name: load_reference(info.impl)() for name, info in planned.registry.run_plugins.items()}
+    plugins = {name: construct(info, options) for name, info, options in planned.run_plugins}
     plugins.update({name: make() for name, make in own.items()})
     strategy = load_reference(planned.strategy.impl)()
     return Hooks(strategy, sinks=sinks, plugins=plugins, warn=warn)
@@ -248,6 +250,7 @@ def _result(
         **base_fields(inputs.resolved, inputs.folder),
         **figures,
         exit_reason=exit_reason,
+        stop_reason=outcome.stop_reason,
         failure=failure_fields(outcome.failure),
         device=device,
         device_name=_device_name(ctx),
@@ -261,13 +264,16 @@ def _result(
         comm_bytes_per_step=outcome.message_bytes,
         collectives_reason=outcome.collectives_reason,
         eval_samples=outcome.eval_samples,
+        strategy_facts=redact_values(outcome.strategy_facts),
+        plugin_results=redact_values(outcome.plugin_results),
         summary=summary,
         repeats=rows,
         runtime={
             **redact_values(outcome.runtime),
             "restarts": restarts,
             "scheduler_completed_steps": figures["global_step"],
-            "next_learning_rate": learning_rate(config, figures["global_step"]),
+            "next_learning_rate": inputs.schedule(figures["global_step"]),
+            "actions": outcome.actions,
             "seed": config.seed,
         },
         environment=environment(ctx.device),

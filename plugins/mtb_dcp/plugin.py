@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mtb_core import FormatInfo, hookimpl
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 
 @hookimpl

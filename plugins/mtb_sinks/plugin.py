@@ -8,7 +8,7 @@ from mtb_core import SinkInfo, hookimpl
 
 from .options import PrometheusOptions, TensorboardOptions
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 
 @hookimpl

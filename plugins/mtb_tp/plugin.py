@@ -12,7 +12,7 @@ from mtb_core import CommandInfo, ConfigError, Layout, Plan, StrategyInfo, World
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
 
-PLUGIN_API = 1
+PLUGIN_API = 2
 
 DATA_PARALLEL = ("ddp", "fsdp")
 
@@ -88,8 +88,13 @@ def plan(options: TPOptions, config: TrainConfig, world: World) -> Plan:
         )
     if options.vocab_parallel_loss and config.vocab_size is not None:
         check_vocabulary(config.vocab_size, tp)
+    sharded = options.data_parallel == "fsdp"
     return Plan(
-        Layout((("dp", dp), ("tp", tp))), sharded=options.data_parallel == "fsdp", custom_models=False, resharding=True
+        Layout((("dp", dp), ("tp", tp))),
+        auto_sync="every" if sharded else "last",  # as strategies fsdp and ddp have it
+        sharded=sharded,
+        custom_models=False,
+        resharding=True,
     )
 
 

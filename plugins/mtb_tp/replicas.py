@@ -24,7 +24,7 @@ GRADIENT_TOLERANCE, VALUE_TOLERANCE = 1e-3, 1e-4
 
 _ADVICE = (
     "what they compute in common is not the same. Dropout on activations that ranks share must be an nn.Dropout with "
-    "the role 'dropout' in the model's tensor_parallel, and nothing in forward may depend on the rank."
+    "the role 'dropout' in the model's role function, and nothing in forward may depend on the rank."
 )
 
 

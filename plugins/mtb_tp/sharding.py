@@ -52,12 +52,12 @@ def roles_of(model: nn.Module, spec: ModelSpec, options: TPOptions) -> dict[str,
     Raises:
         ConfigError: the model names no layers to split, or lacks roles that `options` need.
     """
-    named = {} if spec.tensor_parallel is None else _named_roles(model, spec.tensor_parallel)
+    named = {} if spec.role is None else _named_roles(model, spec.role)
     present = set(named.values())
     if not {"colwise", "rowwise"} <= present:
         raise ConfigError(
             "strategy 'tp' needs a model that says how its layers are split, and this one does not: its ModelSpec has "
-            "no tensor_parallel with roles 'colwise' and 'rowwise'. Return such a ModelSpec from the factory, use "
+            "no role function with roles 'colwise' and 'rowwise'. Return such a ModelSpec from the factory, use "
             "--model gpt, or another strategy."
         )
     needs = {"sequence_parallel": {"stem", "norm"}, "vocab_parallel_loss": {"embedding", "head", "norm"}}
@@ -65,7 +65,7 @@ def roles_of(model: nn.Module, spec: ModelSpec, options: TPOptions) -> dict[str,
         if getattr(options, option) and roles - present:
             missing = ", ".join(f"'{role}'" for role in sorted(roles - present))
             raise ConfigError(
-                f"strategy 'tp' has {option}=true, but the model's tensor_parallel gives no module the role {missing}; "
+                f"strategy 'tp' has {option}=true, but the model's role function gives no module the role {missing}; "
                 f"add it to the ModelSpec, or leave out {option}."
             )
     if options.vocab_parallel_loss and spec.loss is not None:

@@ -38,7 +38,7 @@ class CallsItsOwnHooks(Replicated):
 
     def optimizer_step(self, prepared, apply):
         self.gradients(prepared)
-        super().optimizer_step(prepared, apply)
+        return super().optimizer_step(prepared, apply)
 
 
 @mistake("processes.metrics")
@@ -96,7 +96,7 @@ class UpdatedInBackward(Replicated):
             prepared.optimizer.step()
 
     def optimizer_step(self, prepared, apply):
-        super().optimizer_step(prepared, apply=False)
+        return super().optimizer_step(prepared, apply=False)
 
 
 @mistake("failures.nonfinite_gradient")
@@ -116,6 +116,7 @@ class SkippedGradientsStay(Replicated):
     def optimizer_step(self, prepared, apply):
         if apply:
             super().optimizer_step(prepared, apply)
+        return apply
 
 
 @mistake("failures.stop")
@@ -151,7 +152,7 @@ class Hangs(Replicated):
         self._steps += 1
         if self._steps == 2 and dist.get_rank() == dist.get_world_size() - 1:
             self._wait_for_ever()
-        super().optimizer_step(prepared, apply)
+        return super().optimizer_step(prepared, apply)
 
     def _wait_for_ever(self):
         threading.Event().wait()
@@ -185,7 +186,7 @@ class GradientsKept(Replicated):
 
     def optimizer_step(self, prepared, apply):
         kept.append([parameter.grad.clone() for parameter in prepared.trainable])
-        super().optimizer_step(prepared, apply)
+        return super().optimizer_step(prepared, apply)
 
 
 @mistake("processes.surroundings")

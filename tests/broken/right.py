@@ -115,6 +115,7 @@ class Sharded(Replicated):
             self._share_weights(prepared)
         for own in prepared.engine:
             own.whole.grad = own.shard.grad = None
+        return apply
 
     def _share_weights(self, prepared):
         for own in prepared.engine:

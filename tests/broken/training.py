@@ -56,10 +56,11 @@ class RankDependentBranch(Replicated):
     """The first rank does something to its weights that the others do not."""
 
     def optimizer_step(self, prepared, apply):
-        super().optimizer_step(prepared, apply)
+        applied = super().optimizer_step(prepared, apply)
         if dist.get_rank() == 0:
             with torch.no_grad():
                 prepared.trainable[0].clamp_(-0.01, 0.01)
+        return applied
 
 
 @mistake("parity.gradients_cleared")
@@ -69,6 +70,7 @@ class ForgottenZeroGrad(Replicated):
     def optimizer_step(self, prepared, apply):
         if apply:
             prepared.optimizer.step()
+        return apply
 
 
 @mistake("parity.weights")
@@ -196,11 +198,12 @@ class MomentsInBf16(Replicated):
     """With bf16, optimizer state is kept in bf16 between steps."""
 
     def optimizer_step(self, prepared, apply):
-        super().optimizer_step(prepared, apply)
+        applied = super().optimizer_step(prepared, apply)
         if prepared.engine.config.precision == "bf16":
             for values in prepared.optimizer.state.values():
                 for name in ("exp_avg", "exp_avg_sq"):
                     values[name].copy_(values[name].bfloat16())
+        return applied
 
 
 @mistake("models.buffers")
@@ -235,7 +238,7 @@ class ShardedOnPaper(Sharded):
         return Replicated.gradients(self, prepared)
 
     def optimizer_step(self, prepared, apply):
-        Replicated.optimizer_step(self, prepared, apply)
+        return Replicated.optimizer_step(self, prepared, apply)
 
     def state(self, prepared):
         whole = Replicated.state(self, prepared)

@@ -11,9 +11,9 @@ import attrs
 
 from mtb_core.api.descriptions import load_reference
 from mtb_core.api.errors import ConfigError, MtbError
+from mtb_core.api.layout import World
 from mtb_core.api.options import describe_options, parse_options
 from mtb_core.api.strategy import Strategy
-from mtb_core.api.values import World
 from mtb_core.registry.entry_points import installed
 from mtb_core.registry.run_hooks import Hooks
 from mtb_core.testing.checking import OVERDECLARED, check

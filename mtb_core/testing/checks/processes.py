@@ -16,7 +16,8 @@ import attrs
 from mtb_core.api.hooks import hookimpl
 from mtb_core.api.records import StepRecord
 from mtb_core.api.strategy import Strategy
-from mtb_core.api.values import Prepared, Shards
+from mtb_core.api.values import Prepared
+from mtb_core.api.work import Shards
 from mtb_core.ckpt.layout import parse_json
 from mtb_core.measure.result import Result
 from mtb_core.registry.run_hooks import Hooks
@@ -188,7 +189,7 @@ def _measured(lab: Lab, ranks: int) -> tuple[Run, Run]:
 @check(
     "processes.result",
     "The result counts what `single` counts: parameters, FLOPs per token, steps, samples and tokens.",
-    mistake="prepared.core shows a part of the model: Prepared(parameters=…) must say how many elements all of it has",
+    mistake="the layout gives an axis the wrong role, so that ranks count tokens twice or not at all; or the model is not built by job.build",
     ranks="most",
 )
 def result(lab: Lab, ranks: int) -> None:
@@ -273,8 +274,8 @@ class _Idle(Strategy):
     def gradients(self, prepared: Prepared) -> Sequence[Shards]:  # noqa: ARG002
         return ()
 
-    def optimizer_step(self, prepared: Prepared, apply: bool) -> None:
-        pass
+    def optimizer_step(self, prepared: Prepared, apply: bool) -> bool:  # noqa: ARG002
+        return apply
 
 
 class _Wraps:

@@ -173,7 +173,11 @@ def _trained(run: Run, trace: RankTrace) -> int:
     layout = trace.plan.layout
 
     def place(rank: int) -> dict[str, int]:
-        return {axis: index for axis, index in layout.coordinates(rank).items() if axis not in layout.data}
+        return {
+            axis: index
+            for axis, index in layout.coordinates(rank).items()
+            if layout.role(axis) not in ("data", "tokens")
+        }
 
     held: dict[str, torch.Tensor] = {}
     for rank, other in run.traces.items():

@@ -50,7 +50,7 @@ def test_biases_frozen_layers_and_own_initialisation(options: dict[str, Any], tm
 @pytest.mark.parametrize(
     ("factory", "options", "text"),
     [
-        ("no_plan", {}, "no tensor_parallel with roles 'colwise' and 'rowwise'"),
+        ("no_plan", {}, "no role function with roles 'colwise' and 'rowwise'"),
         ("no_stem", {"sequence_parallel": True}, "no module the role 'stem'"),
         ("no_stem", {"vocab_parallel_loss": True}, "no module the role 'head'"),
         ("own_loss", {"vocab_parallel_loss": True}, "brings a loss of its own"),

@@ -48,7 +48,7 @@ def _spec(build: type[nn.Module] | object, roles: dict[str, str]) -> ModelSpec:
     return ModelSpec(
         build=build,  # type: ignore[arg-type]
         blocks=("blocks.0", "blocks.1"),
-        tensor_parallel=lambda name: roles.get(name.rpartition(".")[2]),
+        role=lambda name: roles.get(name.rpartition(".")[2]),
         vocab_size=WORDS,
     )
 
