@@ -16,10 +16,10 @@ from typing import Any
 from mtb_core.api.errors import ConfigError
 
 from .catalog import is_ready
-from .dtypes import SAFETENSORS, item_bytes
+from .dtypes import SAFETENSORS
 from .layout import TEMPORARY, step_of
 from .opened import Opened
-from .safetensors import header_bytes
+from .safetensors import alignment_of, header_bytes
 from .tensors import TensorFiles
 
 _PREFIX = "model/"
@@ -113,8 +113,7 @@ def _write_sharded(stored: TensorFiles, names: Sequence[str], folder: Path, most
 
 
 def _write(stored: TensorFiles, names: Sequence[str], path: Path) -> None:
-    # By size of element, largest first, so that all are aligned.
-    ordered = sorted(names, key=lambda key: -item_bytes(stored.entries[key].dtype))
+    ordered = sorted(names, key=lambda key: -alignment_of(stored.entries[key].nbytes))
     described, end = {}, 0
     for key in ordered:
         entry, start = stored.entries[key], end

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ HEADER_BYTES = 100_000_000
 #: The name in a header that is not a tensor's.
 METADATA = "__metadata__"
 #: Elements start at a multiple of this, so that a tensor of any dtype can be viewed in place.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 _FILE = re.compile(r"rank_\d{5,9}(\.[1-9]\d{0,8})?\.safetensors")
 _DTYPES = {short: name for name, short in SAFETENSORS.items()}
@@ -50,7 +51,7 @@ _DTYPES = {short: name for name, short in SAFETENSORS.items()}
 def header_bytes(tensors: Mapping[str, Mapping[str, Any]], metadata: Mapping[str, str]) -> bytes:
     """The beginning of a safetensors file up to its first element, padded so that elements are aligned."""
     text = json.dumps({METADATA: metadata, **tensors}, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -109,8 +110,7 @@ class SafetensorsStorage(Storage):
 
 
 def _lay_out(name: str, parts: Sequence[Part], indices: Sequence[int]) -> FileLayout:
-    # By size of element, largest first: there may be no gaps, and every tensor must be aligned.
-    order = sorted(indices, key=lambda i: -item_bytes(parts[i].dtype))
+    order = sorted(indices, key=lambda index: -alignment_of(parts[index].nbytes))
     described: dict[str, dict[str, Any]] = {}
     places: dict[int, int] = {}
     end = 0
@@ -126,6 +126,15 @@ def _lay_out(name: str, parts: Sequence[Part], indices: Sequence[int]) -> FileLa
         raise ValueError(f"the header of {name} has {len(header)} bytes; the safetensors library reads {HEADER_BYTES}")
     slots = {index: Slot(len(header) + place) for index, place in places.items()}
     return FileLayout(name, len(header) + end, [(0, header)], slots)
+
+
+def alignment_of(nbytes: int) -> int:
+    """What a tensor of `nbytes` keeps of the alignment of whatever follows it, without gaps, in a file.
+
+    In descending order of it every tensor is aligned for its dtype, and all are aligned for fast copies except those
+    of odd sizes, which come last.
+    """
+    return math.gcd(nbytes, ALIGNMENT)
 
 
 def _parse(text: bytes) -> dict[str, TensorEntry]:

@@ -37,6 +37,7 @@ def some_tensors():
         "model/empty": torch.zeros(0, 3),
         "model/empty and last": torch.zeros(3, 0, dtype=torch.bool),
         "model/wide": torch.randn(3, 4, 5),
+        "model/even": torch.randn(8, 8),
         'optim/a "quoted" \\ name': torch.randn(3),
         "ü/日本/\U0001f600/\n": torch.randn(3),
         "": torch.randn(1),
@@ -90,6 +91,8 @@ def test_the_library_reads_it(tmp_path):
         assert bits({name: file.get_tensor(name) for name in names}) == bits(tensors)
     for entry in open_checkpoint(path).entries.values():
         assert entry.chunks[0].start % carrier(entry.dtype).itemsize == 0
+        if entry.nbytes % 64 == 0:  # as weights of models are: copies into the file are as fast as they can be
+            assert entry.chunks[0].start % 64 == 0
 
 
 def flat_ranks(rank, folder, tensors):
@@ -285,11 +288,11 @@ def set_offsets(key, offsets):
 
 
 HEADERS = {
-    "overlapping": set_offsets("model/b", [0, 16]),
-    "a gap": set_offsets("model/b", [32, 48]),
-    "beyond the end": set_offsets("model/b", [24, 1 << 40]),
-    "negative": set_offsets("model/b", [-8, 8]),
-    "three offsets": set_offsets("model/b", [24, 32, 40]),
+    "overlapping": set_offsets("model/a", [0, 24]),
+    "a gap": set_offsets("model/a", [24, 48]),
+    "beyond the end": set_offsets("model/a", [16, 1 << 40]),
+    "negative": set_offsets("model/a", [-8, 16]),
+    "three offsets": set_offsets("model/a", [16, 24, 40]),
     "another shape": lambda h: h["model/a"].update(shape=[3, 2]),
     "another dtype": lambda h: h["model/a"].update(dtype="I32"),
     "an unknown dtype": lambda h: h["model/a"].update(dtype="F4"),
