@@ -20,6 +20,7 @@ import click
 import pytest
 
 import mtb_core
+import mtb_core.ckpt
 from mtb_core.builtin.plugin import mtb_commands
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -37,10 +38,13 @@ def compare(name: str, lines: list[str]) -> None:
 
 
 def test_public_names() -> None:
-    """`mtb_core.__all__` is what it was, sorted by kind; every name exists."""
-    compare("names.txt", sorted(mtb_core.__all__))
-    for name in mtb_core.__all__ * 2:  # twice: importing a submodule binds its name in the package
-        assert not inspect.ismodule(getattr(mtb_core, name)), f"mtb_core.{name} is hidden by a module of that name"
+    """`mtb_core.__all__`, and what authors of checkpoint formats import, are what they were; every name exists."""
+    formats = [f"ckpt.{name}" for name in sorted(mtb_core.ckpt.__all__)]
+    compare("names.txt", [*sorted(mtb_core.__all__), *formats])
+    for package in (mtb_core, mtb_core.ckpt):
+        for name in package.__all__ * 2:  # twice: importing a submodule binds its name in the package
+            hidden = inspect.ismodule(getattr(package, name))
+            assert not hidden, f"{package.__name__}.{name} is hidden by a module of that name"
 
 
 def test_hook_signatures(generate: ModuleType) -> None:

@@ -215,6 +215,13 @@ class TrainConfig:
         off_name="sync-save",
         training=False,
     )
+    checkpoint_format: str = setting(
+        "safetensors",
+        CHECKPOINTS,
+        "How tensors lie in the files of new checkpoints; `mtb plugins list` shows the formats installed.",
+        metavar="NAME",
+        training=False,
+    )
     resume: str | None = setting(
         None,
         CHECKPOINTS,

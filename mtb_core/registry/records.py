@@ -11,6 +11,7 @@ from mtb_core.api import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     OptimizerInfo,
     RunPluginInfo,
@@ -42,6 +43,7 @@ KINDS = (
     Kind("mtb_datasets", "datasets", "data set", DatasetInfo, "--data-opt KEY=VALUE"),
     Kind("mtb_optimizers", "optimizers", "optimizer", OptimizerInfo, "--optimizer-opt KEY=VALUE"),
     Kind("mtb_schedules", "schedules", "learning-rate schedule", ScheduleInfo, "--lr-scheduler-opt KEY=VALUE"),
+    Kind("mtb_checkpoint_formats", "checkpoint_formats", "checkpoint format", FormatInfo),
     Kind("mtb_doctor_checks", "doctor_checks", "doctor check", DoctorCheck),
 )
 

@@ -65,6 +65,7 @@ def test_list_json(install, capsys):
         "run_plugins": [],
         "models": [],
         "datasets": [],
+        "checkpoint_formats": [],
         "doctor_checks": [],
     }
     assert set(rows["core"]) == set(rows["shine"])
