@@ -17,7 +17,7 @@ from mtb_core.ranks.buffers import without_repeats
 from . import files
 from .dtypes import carrier
 from .group import SaverGroup
-from .layout import RNG_FOLDER, dump_json
+from .layout import PLUGINS, RNG_FOLDER, dump_json
 from .opened import Opened, open_checkpoint, read_rng
 from .rng import reseed, restore_rng
 from .tensors import TensorFiles
@@ -85,13 +85,22 @@ def load_checkpoint(
 def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
     """Refuse a checkpoint whose tensors are not exactly those that the training has.
 
-    `wanted` are the keys of all ranks, `state` is this rank's.
+    Run plugins may come and go: of a plugin that was not part of the run, nothing need be there, and its tensors stay
+    as they are. The tensors of one that is not part of the run any more are left alone.
+
+    Args:
+        state: this rank's.
+        wanted: the keys of all ranks.
 
     Raises:
         RunFailed: lists what is missing, unexpected, of another shape or of another dtype.
     """
     problems = []
-    missing, unexpected = sorted(wanted - opened.entries.keys()), sorted(opened.entries.keys() - wanted)
+    stored = opened.entries.keys()
+    known = {*(opened.sections.get("plugins") or {}), *map(_plugin_of, stored)}
+    present = {_plugin_of(key) for key in wanted} | {None}
+    missing = sorted(key for key in wanted - stored if _plugin_of(key) in known | {None})
+    unexpected = sorted(key for key in stored - wanted if _plugin_of(key) in present)
     if missing:
         problems.append(f"missing in it: {_names(missing)}")
     if unexpected:
@@ -115,6 +124,12 @@ def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
             f"its tensors do not fit this training: {'; '.join(problems)}. The model, the optimizer and the precision "
             "must be those that it was saved with"
         )
+
+
+def _plugin_of(key: str) -> str | None:
+    """The run plugin whose tensor it is; None: the strategy's."""
+    first, _, rest = key.partition("/")
+    return rest.partition("/")[0] if first == PLUGINS else None
 
 
 def _names(names: Sequence[str]) -> str:
@@ -163,7 +178,7 @@ def _random_state(
 def _fill(opened: Opened, state: State) -> None:
     with opened.tensors() as stored, torch.no_grad():
         for key, pieces in state.pieces.items():
-            for piece in pieces:
+            for piece in pieces if key in opened.entries else ():
                 _fill_piece(stored, key, piece)
 
 

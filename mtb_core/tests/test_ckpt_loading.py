@@ -45,6 +45,35 @@ def test_shapes_and_dtypes(tmp_path):
     assert target.pieces["b"][0].tensor.tolist() == [0, 0]
 
 
+def test_run_plugins_come_and_go(tmp_path):
+    """Tensors of a plugin that is new here stay as they are; those of one that is not here any more are left alone."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **{"plugins/off/a": torch.ones(3)}))
+    target = whole(a=torch.zeros(2), **{"plugins/on/a": torch.full((4,), 7.0)})
+    manager.load(path, target)
+    assert target.pieces["a"][0].tensor.tolist() == [1, 1]
+    assert target.pieces["plugins/on/a"][0].tensor.tolist() == [7] * 4
+
+
+def test_a_run_plugin_that_stays_must_fit(tmp_path):
+    """Of a plugin on both sides every tensor must be there, in its shape, and no other."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **{"plugins/p/a": torch.ones(3), "plugins/p/b": torch.ones(1)}))
+    target = whole(a=torch.zeros(2), **{"plugins/p/a": torch.zeros(3), "plugins/p/c": torch.zeros(1)})
+    with pytest.raises(RunFailed, match=r"missing in it: plugins/p/c; in it but not in this training: plugins/p/b"):
+        manager.load(path, target)
+    shape = whole(a=torch.zeros(2), **{"plugins/p/a": torch.zeros(4), "plugins/p/b": torch.zeros(1)})
+    with pytest.raises(RunFailed, match=r"of another shape: plugins/p/a"):
+        manager.load(path, shape)
+
+
+def test_a_run_plugin_without_its_tensors(tmp_path):
+    """A checkpoint that has a plugin's JSON values and not its tensors is not one from before the plugin was on."""
+    manager = CheckpointManager(tmp_path, asynchronous=False)
+    manager.preflight()
+    manager.save(1, whole(a=torch.ones(2)), sections={"plugins": {"p": {}}})
+    with pytest.raises(RunFailed, match=r"missing in it: plugins/p/a"):
+        manager.load(tmp_path / "step_00000001", whole(a=torch.zeros(2), **{"plugins/p/a": torch.zeros(3)}))
+
+
 def test_many_names_are_cut(tmp_path):
     """A long list of names is cut, and says how many more there are."""
     manager, path = save(tmp_path, whole(**{f"k{i:03}": torch.ones(1) for i in range(50)}))
