@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -50,6 +51,7 @@ def run(
     Raises:
         ConfigError: nothing was started; the message says what would be valid.
     """
+    started = time.monotonic()
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and config.checkpoint_dir and config.resume is None:
         config = attrs.evolve(config, resume="auto")  # torchrun starts the same command again
     registry = discover(disabled=config.no_plugin)
@@ -67,7 +69,8 @@ def run(
     alike = not (external or several_nodes)  # else ranks must agree on what this process sees
     folder = make_run_folder(planned) if alike and nothing is None else None
     newest = None if config.checkpoint_dir is None else newest_published(Path(config.checkpoint_dir))
-    payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, dict(plugins or {}), planned)
+    own = dict(plugins or {})
+    payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, own, planned, started)
     here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
     # Of several external ranks one talks; the others only warn.
     with Display(quiet=quiet or not reports_here(), redirect=here) as display:

@@ -58,7 +58,7 @@ def _line_with_nulls(record: StepRecord) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             fields[name] = None
             fields["nonfinite"] = True
-    fields["metrics"] = {n: v if math.isfinite(v) else None for n, v in record.metrics.items()}
+    fields["metrics"] = {name: _finite(value) for name, value in record.metrics.items()}
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
@@ -157,7 +157,8 @@ class ConsoleSink:
     - ``start``: ``first_step``, ``last_step``, ``trial``;
     - ``step``: ``step``, ``loss`` (null if not finite), ``tokens_per_sec`` (valid tokens of the global batch against
       this rank's step times, since the message before; null if no time passed), ``warmup``, ``nonfinite``,
-      ``skipped``; the first step, the last, those that are not finite, and of the others at most ten a second;
+      ``skipped``, ``metrics`` (by name, null if not finite); the first step, the last, those that are not finite, and
+      of the others at most ten a second;
     - ``eval``: ``step``, ``eval_loss`` (null if not finite);
     - ``finish``: ``exit_reason``.
     """
@@ -216,6 +217,7 @@ class ConsoleSink:
             "warmup": record.warmup,
             "nonfinite": record.nonfinite,
             "skipped": record.skipped,
+            "metrics": {name: _finite(value) for name, value in record.metrics.items()},
         }
         info.progress(fields)
         self._pending = None

@@ -21,6 +21,8 @@ MANIFEST = "manifest.json"
 README = "README.md"
 STATE = "state.json"
 RNG_FOLDER = "rng"
+#: First part of the key of a run plugin's tensor, ``plugins/NAME/KEY``.
+PLUGINS = "plugins"
 TEMPORARY = ".tmp-"
 
 #: The manifest of the older layouts, versions 1 and 2.

@@ -18,7 +18,7 @@ from mtb_core.registry.discovery import Registry
 from . import files
 from .dtypes import carrier
 from .group import SaverGroup
-from .layout import RNG_FOLDER, dump_json
+from .layout import PLUGINS, RNG_FOLDER, dump_json
 from .opened import Opened, open_checkpoint, read_rng
 from .rng import reseed, restore_rng
 from .tensors import TensorFiles
@@ -146,6 +146,12 @@ def owner_of(key: str) -> str | None:
     kind, _, rest = key.partition("/")
     name, _, own = rest.partition("/")
     return f"{kind}/{name}" if kind in {"strategy", "plugins"} and own else None
+
+
+def _plugin_of(key: str) -> str | None:
+    """The run plugin whose tensor it is; None: the strategy's."""
+    first, _, rest = key.partition("/")
+    return rest.partition("/")[0] if first == PLUGINS else None
 
 
 def _names(names: Sequence[str]) -> str:

@@ -253,17 +253,30 @@ class CheckpointManager:
         self.determinism = (loaded.deterministic, loaded.determinism_reason)
         return loaded
 
-    def newest_below(self, step: int) -> Path | None:
-        """The complete checkpoint of the highest step below `step`; None if there is none. All ranks, same answer."""
-        ready = [found.path for found in catalog.list_steps(self.folder) if found.ready and found.step < step]
-        return self._group.from_rank_zero(ready[-1] if ready else None)
+    def newest(self, wanted: Callable[[int], bool]) -> Path | None:
+        """The READY checkpoint of the highest step that is `wanted`, as rank 0 sees it; None if there is none."""
 
-    def put_aside(self, *, after: int) -> None:
-        """Put the checkpoints of steps above `after` under other names, so that none of them is resumed from. All ranks."""
-        self._group.together(
+        def look() -> Path | None:
+            if self.ctx.rank:
+                return None
+            steps = reversed(catalog.list_steps(self.folder))
+            return next((found.path for found in steps if found.ready and wanted(found.step)), None)
+
+        return self._group.together(f"The checkpoints in {self.folder} could not be listed", look)[0]
+
+    def put_aside(self, *, after: int) -> list[str]:
+        """Give the checkpoints of steps above `after` other names, so that none of them is resumed from.
+
+        Returns:
+            These names.
+
+        Raises:
+            RunFailed: on all ranks.
+        """
+        return self._group.together(
             f"The checkpoints after step {after} could not be put aside",
-            lambda: [str(p) for p in publish.put_aside_after(self.folder, after)] if self.ctx.rank == 0 else [],
-        )
+            lambda: [path.name for path in publish.put_aside_after(self.folder, after)] if self.ctx.rank == 0 else [],
+        )[0]
 
     def ready_steps(self) -> list[int]:
         """Steps of the READY checkpoints in the folder, ascending."""
