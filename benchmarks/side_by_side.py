@@ -309,7 +309,6 @@ def main() -> int:
         for configuration in chosen:
             print(f"{configuration.name:<26}{configuration.options}{'; resumed' if configuration.parts > 1 else ''}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the temporary folder goes then, too
     progress = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="mtb-side-by-side-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -375,6 +374,7 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the temporary folder goes then, too
     try:
         code = main()
     except KeyboardInterrupt:
