@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -216,10 +217,22 @@ def gone(pid: int) -> bool:
     return False
 
 
+#: Starts another process and waits for it.
+HANGS = ["sh", "-c", "sleep 600 & echo $! > pid; wait"]
+
+
 def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
     """With all that it has started."""
     with pytest.raises(sides.Unusable, match="has not ended after 1 s"):
-        sides.finish(["sh", "-c", "sleep 600 & echo $! > pid; wait"], tmp_path, os.environ, timeout_s=1)
+        sides.finish(HANGS, tmp_path, os.environ, timeout_s=1)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_an_interrupt_ends_the_command(tmp_path: Path) -> None:
+    """Also with all that it has started, for Ctrl-C reaches the tool alone."""
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        sides.finish(HANGS, tmp_path, os.environ, timeout_s=60)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
