@@ -24,7 +24,7 @@ class UsageCheck:
     """Watches that every rank runs every unit, and has a gradient for every trainable parameter of those that ran.
 
     Args:
-        module: not sharded yet; its hooks are registered here.
+        module: not sharded yet; a hook of it is registered here.
         units: names of the units besides the root.
         shards: over how many ranks each parameter is split.
         ctx: its world are the ranks that hold `module`.
@@ -43,10 +43,12 @@ class UsageCheck:
             trainable = [n for n, p in parameters if p.requires_grad]
             length = reduced_elements(description, shards)
             self.reduce_scatters[name] = CheckedReduceScatter(self, name, trainable, (length, length // shards))
-        for name in units:
-            module.get_submodule(name).register_forward_pre_hook(_Note(self._waiting, name))
         if ctx.world_size > 1:
             module.register_forward_hook(self._after_forward)
+
+    def watch(self, name: str, unit: nn.Module) -> None:
+        """Notice when the unit `name` runs. `unit` is sharded: its own hook or call waits for others, which may ask."""
+        unit.register_forward_pre_hook(_Note(self._waiting, name), prepend=True)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002  (a hook gets them)
         missing = sorted(self._waiting)

@@ -174,6 +174,7 @@ def wrap_fsdp(
         unit = module.get_submodule(name)
         unit.register_forward_hook(without_views)  # before FSDP's own hook
         fully_shard(unit, reshard_after_forward=reshard, **shared)
+        check.watch(name, unit)
     # The root's backward begins when its forward has ended: freeing its parameters in between would gain nothing.
     fully_shard(module, reshard_after_forward=False, **shared)
     for part in _fsdp_modules(module):
