@@ -39,7 +39,13 @@ def test_models_of_ones_own_end_as_under_single(factory: str, options: dict[str,
 
     A parameter without dimensions, which FSDP cannot shard, does too.
     """
-    common = {"model": f"{MODELS}:{factory}", "optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1, "until_step": 10}
+    common = {
+        "model": f"{MODELS}:{factory}",
+        "optimizer": "sgd",
+        "momentum": 0.9,
+        "learning_rate": 0.1,
+        "until_step": 10,
+    }
     _, expected = trained(tmp_path / "single", strategy="single", **common)
     settings = {"strategy": "tp", "nproc": 4, "strategy_opt": options, "grad_accum_steps": 2}
     _, seen = trained(tmp_path / "tp", **settings, **common)
