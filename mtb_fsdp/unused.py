@@ -8,7 +8,7 @@ gradient; if not, the rank raises, and whoever started the ranks ends those that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,17 @@ class UsageCheck:
         units: names of the units besides the root.
         shards: over how many ranks each parameter is split.
         ctx: its world are the ranks that hold `module`.
+        ignored: parameters of `module` that are not sharded at all.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[str], shards: int, ctx: RankContext) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[str],
+        shards: int,
+        ctx: RankContext,
+        ignored: Collection[nn.Parameter] = (),
+    ) -> None:
         self._ctx = ctx
         self._waiting = set(units)
         self._units = frozenset(units)
@@ -38,8 +46,9 @@ class UsageCheck:
         self.units_run = Inquiry(ctx, "units", self._ran)
         self.gradients_sent = Inquiry(ctx, "unit-gradients", self._sent)
         self.reduce_scatters: dict[str, CheckedReduceScatter] = {}
-        descriptions = describe_units(module, units, resharded=False)
-        for (name, parameters), description in zip(unit_parameters(module, units).items(), descriptions, strict=True):
+        descriptions = describe_units(module, units, resharded=False, ignored=ignored)
+        parameters_by_unit = unit_parameters(module, units, ignored)
+        for (name, parameters), description in zip(parameters_by_unit.items(), descriptions, strict=True):
             trainable = [n for n, p in parameters if p.requires_grad]
             length = reduced_elements(description, shards)
             self.reduce_scatters[name] = CheckedReduceScatter(self, name, trainable, (length, length // shards))

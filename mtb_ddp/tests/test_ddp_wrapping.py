@@ -141,6 +141,30 @@ def test_buffers_of_more_ranks_than_replicas() -> None:
     assert outcome.value == [0.0, 3.0, 0.0, 0.0]
 
 
+def _ignored(_payload: None, ctx: RankContext, _worker: Any) -> list[float]:
+    """Gradients of a parameter that is shared, and of one that is each rank's own, which begins as 2 + rank."""
+    assert ctx.mesh is not None
+    core = Part(0, ctx.rank)
+    nn.init.constant_(core.second.weight, 2.0 + ctx.rank)
+    replicas = wrap_ddp(core, ctx.mesh, ignored=[core.second.weight])
+    replicas.module(torch.ones(1, 4)).sum().backward()
+    assert core.first.weight.grad is not None
+    assert core.second.weight.grad is not None
+    values = torch.tensor([float(core.first.weight.grad[0, 0]), float(core.second.weight.grad[0, 0])])
+    own = core.second.weight.detach()
+    assert bool((own == 2.0 + ctx.rank).all())
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    found: list[float] = values.tolist()
+    return found
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    """They stay what they are on each rank, and their gradients too."""
+    outcome = run_ranks(_ignored, nproc=2, layout=Layout((("dp", 2),)), device="cpu")
+    assert outcome.exit_reason == "done", outcome.failure
+    assert outcome.value == [2.5, 2.0], "the mean of 2 and 3; 4 times 0.5"
+
+
 def _several_axes(_payload: None, ctx: RankContext, _worker: Any) -> str:
     assert ctx.mesh is not None
     with pytest.raises(ValueError, match="make a group of these ranks") as raised:

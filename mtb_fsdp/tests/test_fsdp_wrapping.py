@@ -114,6 +114,34 @@ def test_copies_of_a_part() -> None:
     assert outcome.value <= 1e-6
 
 
+def _ignored(_payload: None, ctx: RankContext, _worker: Any) -> list[float]:
+    """Gradient of the scalar, and of a parameter and a scalar of each rank's own."""
+    assert ctx.mesh is not None
+    module = Part(0, 0)
+    module.own, module.own_scale = nn.Parameter(torch.full((3,), 1.0 + ctx.rank)), nn.Parameter(torch.tensor(2.0))
+    own = [module.own, module.own_scale]
+    sharded = wrap_fsdp(module, ctx.mesh, ctx, blocks=["blocks.block00"], ignored=own)
+    with sharded.micro_batch(MicroBatch(0, 1, sync=True)):
+        (_loss(module, 0, 0) + module.own.sum() * module.own_scale).backward()
+    assert module.own.shape == (3,)
+    found = [parameter.grad for parameter in (module.scale, module.own, module.own_scale)]
+    assert all(gradient is not None for gradient in found)
+    values = torch.stack([gradient.reshape(-1)[0] for gradient in found if gradient is not None])
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    largest: list[float] = values.tolist()
+    return largest
+
+
+def test_ignored_parameters_are_left_alone() -> None:
+    """They are not sharded, and their gradients, those of scalars too, are each rank's own."""
+    outcome = run_ranks(_ignored, nproc=2, layout=Layout((("dp", 2),)), device="cpu")
+    assert outcome.exit_reason == "done", outcome.failure
+    plain = Part(0, 0)
+    _loss(plain, 0, 0).backward()
+    assert plain.scale.grad is not None
+    assert outcome.value == [2 * float(plain.scale.grad), 2.0, 6.0]
+
+
 def _left_out(skipped: tuple[bool, ...], ctx: RankContext, _worker: Any) -> str:
     """What happens on each rank where those of `skipped` leave out their second block; joined over ranks."""
     assert ctx.mesh is not None
