@@ -10,6 +10,7 @@ and record it in CHANGELOG.md; a hook that changed needs a new `PLUGIN_API`.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -45,6 +46,22 @@ def test_public_names() -> None:
         for name in package.__all__ * 2:  # twice: importing a submodule binds its name in the package
             hidden = inspect.ismodule(getattr(package, name))
             assert not hidden, f"{package.__name__}.{name} is hidden by a module of that name"
+
+
+def test_what_plugins_offer_each_other() -> None:
+    """Public names of the plugins that others build on, with their signatures and methods, are what they were."""
+    lines = []
+    for package in ("mtb_ddp", "mtb_fsdp"):
+        module = importlib.import_module(package)
+        for name in sorted(module.__all__):
+            value = getattr(module, name)
+            lines.append(f"{package}.{name}{inspect.signature(value)}")
+            lines += [
+                f"  .{method}{inspect.signature(function)}"
+                for method, function in sorted(vars(value).items())
+                if inspect.isfunction(function) and not method.startswith("_")
+            ]
+    compare("plugins.txt", lines)
 
 
 def test_hook_signatures(generate: ModuleType) -> None:

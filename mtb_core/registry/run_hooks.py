@@ -395,7 +395,7 @@ def _check_implementation(caller: pluggy.HookCaller, plugin: object, label: str)
             raise PluginError(msg)
 
 
-def _check_strategy_hook(caller: pluggy.HookCaller, strategy: Strategy, owners: Mapping[int, tuple[str, bool]]) -> None:
+def _check_strategy_hook(caller: pluggy.HookCaller, strategy: Strategy, sinks: Mapping[int, str]) -> None:
     for impl in caller.get_hookimpls():
         if impl.plugin is strategy:
             continue
