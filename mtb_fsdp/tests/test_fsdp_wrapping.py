@@ -68,7 +68,8 @@ def _part_on_rank(dtype: str, ctx: RankContext, _worker: Any) -> float:
     """The largest error, relative, of the sums of two micro-batches."""
     assert ctx.mesh is not None
     stage = ctx.mesh["stage"].get_local_rank()
-    mesh = ctx.mesh["copies", "dp"] if "copies" in ctx.layout.data else ctx.mesh["dp"]
+    copies = 2 if "copies" in ctx.layout.data else 1
+    mesh = ctx.mesh["copies", "dp"] if copies == 2 else ctx.mesh["dp"]
     module = Part(stage, ctx.rank)
     blocks = [f"blocks.{name}" for name in module.blocks]
     sharded = wrap_fsdp(module, mesh, ctx, blocks=blocks, param_dtype=dtype)
@@ -80,7 +81,7 @@ def _part_on_rank(dtype: str, ctx: RankContext, _worker: Any) -> float:
         assert counted.calls.get("reduce_scatter", 0) == 3 * index
         assert all(set(c.ranks or ()) <= set(peers) for c in counted.seen)
     shards, whole = sharded.gradients(module.parameters(), copies=3)
-    assert (shards.copies, whole.copies) == (3 * sharded.copies, 3 * sharded.ranks)
+    assert (shards.copies, whole.copies) == (3 * copies, 3 * mesh.size())
     assert (len(shards.tensors), len(whole.tensors)) == (4, 1)
     plain = Part(stage, ctx.rank)
     for rank in peers:
