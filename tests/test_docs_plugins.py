@@ -130,3 +130,32 @@ def test_the_tests_of_the_plugin_pass(site: Path) -> None:
     (site / "test_sumall.py").write_text(block_of_tests())
     told = python(site, "pytest", "-q", "-p", "no:cacheprovider", "test_sumall.py", timeout_s=1700)
     assert re.search(r"^\d+ passed", told, re.MULTILINE), told
+
+
+def test_the_checkpoint_format_of_the_page(site: Path) -> None:
+    """It saves what verifies, is resumed from to the bit, and says what to install where it is missing."""
+    common = [*SMALL.split()[4:], "--warmup-steps", "0", "--quiet", "--json"]
+    saving = ["--checkpoint-format", "raw", "--save-every", "2", "--checkpoint-dir"]
+    whole = json.loads(mtb(site, "train", *common, *saving, "whole", "--until-step", "4"))
+    mtb(site, "train", *common, *saving, "cut", "--until-step", "2")
+    again = json.loads(mtb(site, "train", *common, *saving, "cut", "--until-step", "4", "--resume", "auto"))
+    assert (again["loss"], again["runtime"]["resume_deterministic"]) == (whole["loss"], True)
+    assert "all as they were published" in mtb(site, "checkpoint", "verify", "cut/step_00000004")
+    mtb(site, "checkpoint", "verify", "cut/step_00000004", "whole/step_00000004")
+    environment = {**os.environ, "MTB_DISABLE_PLUGINS": "mtb-sumall", "PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "mtb_core", "checkpoint", "show", "cut/step_00000004"]
+    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2
+    told = (
+        "It comes with the plugin 'sumall' (mtb-sumall 0.1.0), which is disabled: switched off by MTB_DISABLE_PLUGINS"
+    )
+    assert told in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_the_plugin_of_the_page_conforms(site: Path) -> None:
+    """The kit has nothing to say against it; here of parity, the sync context and models, on two ranks."""
+    chosen = [word for group in ("parity", "sync", "models", "discovery") for word in ("--only", group)]
+    document = json.loads(mtb(site, "plugins", "check", "sumall", "--nproc", "2", "--quiet", "--json", *chosen))
+    assert document["failed"] == 0
+    assert document["passed"] > 30

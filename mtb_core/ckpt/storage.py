@@ -124,10 +124,22 @@ def storage_named(name: str, registry: Registry | None = None, distribution: str
     try:
         info = registry.checkpoint_format(name)
     except PluginError as error:
-        advice = f" It comes with {distribution}: pip install {distribution}." if distribution else ""
-        raise PluginError(shown(f"{error}{advice}")) from error
+        raise PluginError(shown(f"{error}{_origin(name, distribution, registry)}")) from error
     made: Storage = load_reference(info.impl)()
     return made
+
+
+def _origin(name: str, distribution: str | None, registry: Registry) -> str:
+    """What to do for the format `name` of `distribution`, beside what the registry says of the name."""
+    if distribution is None:
+        return ""
+    for record in registry.records:
+        if record.distribution == distribution and record.status != "active":
+            if name in {record.name, *record.provides.get("checkpoint_formats", ())}:
+                return ""
+            verb = "is disabled" if record.status == "disabled" else "could not be loaded"
+            return f" It comes with the {record.label}, which {verb}: {record.reason}."
+    return f" It comes with {distribution}: pip install {distribution}."
 
 
 def provider_of(name: str, registry: Registry | None = None) -> str | None:

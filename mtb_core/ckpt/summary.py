@@ -80,24 +80,26 @@ def _axes(entry: TensorEntry) -> str:
 
 def _values(path: Path, step: int) -> tuple[Mapping[str, Any], str | None]:
     """(what the step folder says of itself, what is wrong with it as far as its small files tell)."""
-    manifest = None
+    values: Mapping[str, Any] = {}
     try:
         if path.is_symlink():
             return {}, "it is a symbolic link, which is no step of this folder"
         if not path.is_dir():
             return {}, "it is not a folder"
         if is_legacy(path):
+            values = read_json(path, LEGACY_MANIFEST)
             storage_named(OLD_FORMAT, distribution=OLD_DISTRIBUTION)
-            return read_json(path, LEGACY_MANIFEST), None
+            return values, None
         manifest = read_manifest(path)
+        values = manifest.values
         storage_of(manifest)
     except DamagedCheckpoint as error:
         return {}, f"{error.file}: {error.problem}"
     except OSError as error:
         return {}, error.strerror or str(error)
     except PluginError as error:
-        return ({} if manifest is None else manifest.values), str(error)
-    return manifest.values, name_problem(path, step)
+        return values, str(error)
+    return values, name_problem(path, step)
 
 
 def _typed(values: Mapping[str, Any], key: str, kind: type) -> Any:

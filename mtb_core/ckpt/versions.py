@@ -9,6 +9,7 @@ schedule and keeps random state in ``rng_state_rank_00000.pt``, which is read wi
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,11 @@ def legacy_rng(path: Path, rank: int) -> Mapping[str, Any]:
 
     name = f"rng_state_rank_{rank:05d}.pt"
     try:
-        state = torch.load(io.BytesIO(files.read_small(path, name, RNG_BYTES)), map_location="cpu", weights_only=True)
+        data = files.read_small(path, name, RNG_BYTES)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(member.file_size for member in archive.infolist()) > len(data):
+                raise ValueError("it is compressed")  # and would take any amount of memory
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         return plain(state["torch"], None, state["numpy"], state["python"])
     except FileNotFoundError as error:
         raise DamagedCheckpoint(path, name, "it is missing") from error

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -207,13 +208,17 @@ class Runs:
         return (os.mkdir, ("ran",))
 
 
-@pytest.mark.parametrize("kind", ["pickle", "torch", "list"])
+@pytest.mark.parametrize("kind", ["pickle", "torch", "list", "compressed"])
 def test_hostile_random_state(old, kind, tmp_path, monkeypatch):
     """The random state of format 2 cannot run code."""
     monkeypatch.chdir(tmp_path)
     path = old(2)
     if kind == "pickle":
         content = pickle.dumps(Runs())
+    elif kind == "compressed":  # all is well but for a member that would become large
+        with zipfile.ZipFile(path / "rng_state_rank_00000.pt", "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("more", bytes(1 << 26))
+        content = (path / "rng_state_rank_00000.pt").read_bytes()
     else:
         file = io.BytesIO()
         torch.save(Runs() if kind == "torch" else [1, 2], file)
