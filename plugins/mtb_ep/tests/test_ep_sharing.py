@@ -46,7 +46,9 @@ def test_bytes_of_an_even_exchange(
     activation checkpointing the first two come twice.
     """
     moe = {"model_opt": {**TINY["model_opt"], "top_k": 4}}
-    result, _ = trained(tmp_path / "run", **under(nproc, **options), **moe, **settings, warmup_steps=2, steps=1, save_every=0)
+    result, _ = trained(
+        tmp_path / "run", **under(nproc, **options), **moe, **settings, warmup_steps=2, steps=1, save_every=0
+    )
     ep, dp = options.get("ep", nproc), nproc // options.get("ep", nproc)
     micros = settings.get("grad_accum_steps", 1)
     rows = TINY["global_batch_size"] // nproc * TINY["seq_length"] * 4
