@@ -24,7 +24,6 @@ TINY: dict[str, Any] = {
     "n_layers": 2,
     "global_batch_size": 8,
     "learning_rate": 3e-3,
-    "adam_eps": 1e-6,
     "max_grad_norm": 0.5,
     "warmup_steps": 0,
     "device": "cpu",

@@ -11,7 +11,7 @@ from cp_states import Seen, text, trained, whole
 
 from mtb_core import Result
 
-OPTIMIZERS = {"adamw": {"optimizer": "adamw"}, "sgd": {"optimizer": "sgd", "learning_rate": 0.1}}
+OPTIMIZERS = {"adamw": {"optimizer": "adamw", "adam_eps": 1e-6}, "sgd": {"optimizer": "sgd", "learning_rate": 0.1}}
 RING, CONTIGUOUS, FSDP = {"attention": "ring"}, {"balance": "contiguous"}, {"data_parallel": "fsdp"}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "2-gather": (2, {}, {"grad_accum_steps": 2}),
