@@ -87,6 +87,8 @@ def share_attention(core: nn.Module, spec: ModelSpec, attend: Attend, positions:
         )
     for name in places["attention"]:
         module = core.get_submodule(name)
+        if isinstance(module, ContextAttention):
+            continue  # what contains it has several names
         if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
             raise ConfigError(
                 f"strategy 'cp' replaces what has the role 'attention', and '{name}' ({type(module).__name__}) has "

@@ -47,6 +47,8 @@ class CPStrategy(Strategy):
         shared = _shared_sequence(job)
         if shared is not None:
             attend = _ATTENTIONS[options.attention](shared)
+            if job.config.compile:  # blocks are compiled around it: what communicates is no part of a graph
+                attend = torch.compiler.disable(attend)
             share_attention(core, job.model, attend, positions_of(shared.own), job.ctx.device)
         data = _over_all_ranks(job, core)
         return Prepared(

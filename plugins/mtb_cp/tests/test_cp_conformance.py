@@ -17,6 +17,7 @@ class TestGathered(StrategyConformance):
 
     strategy = "cp"
     capabilities = Capabilities(world_sizes=(2,), custom_models=False)
+    settings: ClassVar[Mapping[str, Any]] = {"seq_length": 8}  # four equal parts, which 6 positions have not
 
 
 class TestRing(StrategyConformance):
