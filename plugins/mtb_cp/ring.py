@@ -61,7 +61,8 @@ class _Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         masks = _Dropout(dropout, seed, q.device)
         queries = _scaled(q, wide)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        # Heads of a position lie side by side, as torch's kernels have it: a model that joins them needs no copy.
+        out = torch.zeros_like(q.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format).transpose(1, 2)
         lse = torch.full((*q.shape[:-1], 1), float("-inf"), dtype=wide, device=q.device)
         for source, block in shared.rotate(kv):
             keys, values = block.to(wide).unbind()
