@@ -19,23 +19,28 @@ from mtb_core.testing.lab import Lab
 PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
 TESTS_PAGE = PAGE.with_name("conformance.md")
 _WHOLE = re.MULTILINE | re.DOTALL
-_FILE = re.compile(r"^`(mtb_sumall/\S+)`\n\n```\w+\n(.*?)^```", _WHOLE)
+_FILE = re.compile(r"^`(mtb_\w+/\S+)`\n\n```\w+\n(.*?)^```", _WHOLE)
 SMALL = "--steps 3 --warmup-steps 1 --d-model 16 --n-heads 2 --n-layers 1 --seq-length 16 --global-batch-size 8"
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that holds the page's package, with the metadata that pip would make of its pyproject.toml."""
+    """A folder that holds the page's packages, with the metadata that pip would make of their pyproject.toml."""
     for name, text in _FILE.findall(PAGE.read_text(encoding="utf-8")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     project = tomllib.loads((tmp_path / "mtb_sumall" / "pyproject.toml").read_text())["project"]
-    info = tmp_path / "mtb_sumall-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
-    points = "".join(f"{name} = {target}\n" for name, target in project["entry-points"]["mtb"].items())
-    (info / "entry_points.txt").write_text(f"[mtb]\n{points}")
+    install(tmp_path, project["name"], project["entry-points"]["mtb"])
+    install(tmp_path, "mtb-twins", {"twins": "mtb_twins.plugin"})
     return tmp_path
+
+
+def install(site: Path, name: str, points: dict[str, str]) -> None:
+    """The metadata that pip makes of a project."""
+    info = site / f"{name.replace('-', '_')}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[mtb]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
 
 
 def mtb(site: Path, *arguments: str) -> str:
@@ -75,6 +80,15 @@ def test_the_plugin_of_the_page(site: Path) -> None:
     steps, micro_batches = 4, 2
     for rank in range(2):
         assert (site / "both" / f"backward_{rank}.txt").read_text() == str(steps * micro_batches)
+
+
+def test_the_plugin_that_builds_on_another(site: Path) -> None:
+    """On twice the ranks it trains what `ddp` trains, with plugin `ddp` left out too: its package is still there."""
+    common = [*SMALL.split(), "--quiet", "--json", "--sink", "jsonl"]
+    once = json.loads(mtb(site, "train", *common, "--strategy", "ddp", "--nproc", "2", "--run-dir", "once"))
+    options = ["--strategy", "twins", "--nproc", "4", "--no-plugin", "ddp", "--run-dir", "twice"]
+    twice = json.loads(mtb(site, "train", *common, *options))
+    assert (twice["loss"], twice["grad_norm"]) == (once["loss"], once["grad_norm"])
 
 
 @pytest.mark.slow
