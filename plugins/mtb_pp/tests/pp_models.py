@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mtb_core import ModelSpec, TrainConfig
 
-WIDTH, WORDS, BLOCKS = 12, 64, 3
+WIDTH, WORDS, BLOCKS = 12, 256, 3
 CHAIN = ("words", *(f"blocks.{i}" for i in range(BLOCKS)), "head")
 
 

@@ -15,7 +15,7 @@ from mtb_core import Job, Prepared, Result, State, StepRecord, TrainConfig, hook
 
 TINY: dict[str, Any] = {
     "seq_length": 8,
-    "vocab_size": 64,
+    "vocab_size": 256,
     "d_model": 16,
     "n_heads": 2,
     "n_layers": 4,
@@ -29,10 +29,11 @@ TINY: dict[str, Any] = {
 
 @attrs.define
 class Seen:
-    """What one rank saw: records of all steps, and its pieces (tensor, shape, offset) by key at three moments."""
+    """What one rank saw: records, losses of evaluations, and its pieces (tensor, shape, offset) at three moments."""
 
     rank: int = -1
     records: list[StepRecord] = attrs.field(factory=list)
+    evaluated: list[float] = attrs.field(factory=list)
     started: dict[str, list[Any]] = attrs.field(factory=dict)
     loaded: dict[str, list[Any]] = attrs.field(factory=dict)
     ended: dict[str, list[Any]] = attrs.field(factory=dict)
@@ -71,6 +72,10 @@ class StateRecorder:
         self._seen.records.append(record)
 
     @hookimpl
+    def mtb_evaluated(self, loss: float) -> None:
+        self._seen.evaluated.append(loss)
+
+    @hookimpl
     def mtb_run_finished(self, exit_reason: str) -> None:
         (self._folder / f"{self._seen.rank}.pickle").write_bytes(pickle.dumps(self._seen))
 
@@ -78,6 +83,13 @@ class StateRecorder:
 def copied(state: State) -> dict[str, list[Any]]:
     """Pieces that stay as they are."""
     return {key: [(p.tensor.clone(), p.shape, p.offset) for p in pieces] for key, pieces in state.pieces.items()}
+
+
+def ragged(folder: Path) -> str:
+    """A text of 19 samples of `TINY`, the last one short: an epoch ends with micro-batches of little and of nothing."""
+    path = folder / "text"
+    path.write_bytes(bytes((7 * i * i + 3 * i) % 61 for i in range(18 * TINY["seq_length"] + 4)))
+    return str(path)
 
 
 def trained(folder: Path, **settings: Any) -> tuple[Result, list[Seen]]:
@@ -97,11 +109,11 @@ def whole(moments: list[dict[str, list[Any]]]) -> dict[str, torch.Tensor]:
     for moment in moments:
         for key, pieces in moment.items():
             for tensor, shape, offset in pieces:
-                full = out.setdefault(key, torch.full(shape, float("nan"), dtype=tensor.dtype))
+                full = out.setdefault(key, torch.full(shape, float("nan"), dtype=torch.float64))
                 assert tuple(full.shape) == tuple(shape), key
                 box = full[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))]
                 filled = ~box.isnan()
-                assert torch.equal(box[filled], tensor[filled]), f"{key}: ranks differ"
+                assert torch.equal(box[filled], tensor.double()[filled]), f"{key}: ranks differ"
                 box.copy_(tensor)
     for key, full in out.items():
         assert not full.isnan().any(), f"{key}: not all of it is held"
