@@ -30,7 +30,18 @@ _ABOUT_SETTINGS = """\
 Every setting of `mtb train` is also a key of a TOML file for `--config` and of `mtb_core.TrainConfig`, with `_` for
 `-`. Options on the command line win over the file."""
 #: Packages of this repository beside core, in the order in which they are shown.
-PLUGINS = ("mtb_ddp", "mtb_fsdp", "mtb_deepspeed", "mtb_tp", "mtb_comm", "mtb_profile", "mtb_report", "mtb_sinks")
+PLUGINS = (
+    "mtb_ddp",
+    "mtb_fsdp",
+    "mtb_deepspeed",
+    "mtb_tp",
+    "mtb_ep",
+    "mtb_comm",
+    "mtb_dcp",
+    "mtb_profile",
+    "mtb_report",
+    "mtb_sinks",
+)
 _RANKS = {
     "all": "At every number of ranks.",
     "several": "At every number of ranks above one.",
