@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -46,10 +47,10 @@ class CallsItsOwnHooks(Replicated):
 
 @mistake("processes.metrics")
 class FactsOfAnotherType(Replicated):
-    """A fact for the result is no JSON value."""
+    """A fact for the result is a number of numpy's, which JSON has no place for."""
 
     def prepare(self, job):
-        return attrs.evolve(super().prepare(job), facts={"buckets": float("inf")})
+        return attrs.evolve(super().prepare(job), facts={"buckets": np.int64(4)})
 
 
 @mistake("processes.groups")
