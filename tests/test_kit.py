@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from broken import plans
-from broken.catalogue import GATHERING, REPLICATED, SHARDED
+from broken.catalogue import GATHERING, LOCAL_STEPS, POSITIONS, REPLICATED, SHARDED, STAGES
 
 from mtb_core import ConfigError, StrategyInfo
 from mtb_core.registry.discovery import discover
-from mtb_core.testing import Capabilities, StrategyConformance
+from mtb_core.testing import NUMBERS, Capabilities, StrategyConformance
 from mtb_core.testing import lab as laboratory
 from mtb_core.testing.certificate import Certificate
 from mtb_core.testing.checking import Outcome, all_checks, cases, run_case
@@ -31,17 +31,40 @@ from mtb_core.testing.states import Mismatch, assemble, equal_bitwise, equal_wit
 @pytest.mark.slow
 class TestReplicated(StrategyConformance):
     strategy = REPLICATED
+    capabilities = Capabilities(world_sizes=(1, 2))
 
 
 @pytest.mark.slow
 class TestSharded(StrategyConformance):
     strategy = SHARDED
+    capabilities = Capabilities(world_sizes=(2, 3))
 
 
 @pytest.mark.slow
 class TestGathering(StrategyConformance):
     strategy = GATHERING
     capabilities = Capabilities(world_sizes=(2,))
+    only = NUMBERS
+
+
+@pytest.mark.slow
+class TestStages(StrategyConformance):
+    strategy = STAGES
+    capabilities = Capabilities(world_sizes=(1, 2))
+
+
+@pytest.mark.slow
+class TestPositions(StrategyConformance):
+    strategy = POSITIONS
+    capabilities = Capabilities(world_sizes=(2, 3))
+
+
+@pytest.mark.slow
+class TestLocalSteps(StrategyConformance):
+    """Replicas that agree every second step only, which is not what `single` trains."""
+
+    strategy = LOCAL_STEPS
+    capabilities = Capabilities(world_sizes=(1, 2))
 
 
 @pytest.fixture(scope="module")
