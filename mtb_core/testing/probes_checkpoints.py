@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import attrs
 import numpy as np
@@ -85,6 +86,8 @@ class _HoldWriter:
 @attrs.frozen
 class KillInSave(Probe):
     """Kills `rank` when a save reaches `point`; each rank first leaves in the run's folder where it started from."""
+
+    fresh: ClassVar[bool] = True
 
     rank: int
     point: str
