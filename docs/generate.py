@@ -37,6 +37,7 @@ PLUGINS = (
     "mtb_tp",
     "mtb_ep",
     "mtb_comm",
+    "mtb_dcp",
     "mtb_profile",
     "mtb_report",
     "mtb_sinks",

@@ -270,8 +270,9 @@ class State:
     Attributes:
         pieces: this rank's parts by key: ``model/NAME`` for parameters and persistent buffers,
             ``optim/NAME/KEY`` for optimizer state (``exp_avg``, ``exp_avg_sq``, ``step``, …). Replicated tensors are
-            given by every rank. A tied parameter appears once, under its first name.
-        scalars: JSON values, equal on all ranks.
+            given by every rank. A tied parameter appears once, under its first name. State that is a strategy's own
+            has keys ``strategy/NAME/…`` with the strategy's name; other strategies leave it out.
+        scalars: JSON values of the strategy, equal on all ranks.
     """
 
     pieces: Mapping[str, Sequence[Piece]]

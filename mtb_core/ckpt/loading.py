@@ -13,11 +13,12 @@ import torch
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import Piece, RankContext, State
 from mtb_core.ranks.buffers import without_repeats
+from mtb_core.registry.discovery import Registry
 
 from . import files
 from .dtypes import carrier
 from .group import SaverGroup
-from .layout import RNG_FOLDER, dump_json
+from .layout import PLUGINS, RNG_FOLDER, dump_json
 from .opened import Opened, open_checkpoint, read_rng
 from .rng import reseed, restore_rng
 from .tensors import TensorFiles
@@ -63,35 +64,57 @@ class Loaded:
 
 
 def load_checkpoint(
-    path: Path, state: State, ctx: RankContext, group: SaverGroup, *, allow_missing_rng: bool
+    path: Path,
+    state: State,
+    ctx: RankContext,
+    group: SaverGroup,
+    *,
+    allow_missing_rng: bool,
+    registry: Registry | None,
 ) -> Loaded:
     """See `CheckpointManager.load`."""
     what = f"The checkpoint {path} cannot be resumed"
     advice = f"Resume from another one; `mtb checkpoint verify {path}` lists everything that is wrong with it."
-    opened = group.agreed(what, lambda: open_checkpoint(path), advice=advice)
+    opened = group.agreed(what, lambda: open_checkpoint(path, registry), advice=advice)
     everyone = group.gather((files.digest_bytes(dump_json(dict(opened.values))), [*state.pieces]))
     if any(digest != everyone[0][0] for digest, _ in everyone):
         raise RunFailed(f"{what}: the ranks see different files there; all ranks need one shared folder.")
     wanted = {key for _, keys in everyone for key in keys}
-    group.agreed(what, lambda: check_keys(opened, state, wanted))
+    left_out = group.agreed(what, lambda: check_keys(opened, state, wanted))
     group.agreed(what, lambda: _check_share(opened, ctx, random_too=not allow_missing_rng), advice=advice)
     rng, origin, reason = _random_state(opened, ctx, group, allow_missing=allow_missing_rng)
     group.agreed(what, lambda: _fill(opened, state), advice=advice)
+    if left_out and ctx.rank == 0:
+        log.warning("Not a deterministic continuation: %s.", left_out)
+    reason = "; ".join(filter(None, [reason, left_out])) or None
     values, stated = opened.values, (bool(opened.values["deterministic"]), opened.values["determinism_reason"])
     deterministic, why = (False, reason) if reason else stated
     return Loaded(path, opened.version, values, opened.sections, rng, origin, deterministic, why)
 
 
-def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
+def check_keys(opened: Opened, state: State, wanted: set[str]) -> str | None:
     """Refuse a checkpoint whose tensors are not exactly those that the training has.
 
-    `wanted` are the keys of all ranks, `state` is this rank's.
+    A strategy and a plugin may have tensors of their own (``strategy/NAME/…``, ``plugins/NAME/…``). If one of the two
+    sides has none at all of the same owner, they are left out, or stay as they are in this training.
+
+    Args:
+        opened: the checkpoint.
+        state: this rank's pieces.
+        wanted: the keys of all ranks.
+
+    Returns:
+        Whose tensors were left out or stay as they are, as a sentence; None if there are none.
 
     Raises:
         RunFailed: lists what is missing, unexpected, of another shape or of another dtype.
     """
     problems = []
-    missing, unexpected = sorted(wanted - opened.entries.keys()), sorted(opened.entries.keys() - wanted)
+    stored = opened.entries.keys()
+    apart = ({owner_of(key) for key in stored} ^ {owner_of(key) for key in wanted}) - {None}
+    missing, unexpected = (
+        sorted(key for key in keys if owner_of(key) not in apart) for keys in (wanted - stored, stored - wanted)
+    )
     if missing:
         problems.append(f"missing in it: {_names(missing)}")
     if unexpected:
@@ -115,6 +138,20 @@ def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
             f"its tensors do not fit this training: {'; '.join(problems)}. The model, the optimizer and the precision "
             "must be those that it was saved with"
         )
+    return f"only one side has state of {', '.join(sorted(filter(None, apart)))}" if apart else None
+
+
+def owner_of(key: str) -> str | None:
+    """``strategy/NAME`` or ``plugins/NAME``, whose tensor `key` is; None: the model's, the optimizer's or a loop's."""
+    kind, _, rest = key.partition("/")
+    name, _, own = rest.partition("/")
+    return f"{kind}/{name}" if kind in {"strategy", "plugins"} and own else None
+
+
+def _plugin_of(key: str) -> str | None:
+    """The run plugin whose tensor it is; None: the strategy's."""
+    first, _, rest = key.partition("/")
+    return rest.partition("/")[0] if first == PLUGINS else None
 
 
 def _names(names: Sequence[str]) -> str:
@@ -163,7 +200,7 @@ def _random_state(
 def _fill(opened: Opened, state: State) -> None:
     with opened.tensors() as stored, torch.no_grad():
         for key, pieces in state.pieces.items():
-            for piece in pieces:
+            for piece in pieces if key in opened.entries else ():  # see `check_keys`
                 _fill_piece(stored, key, piece)
 
 

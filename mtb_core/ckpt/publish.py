@@ -172,17 +172,28 @@ def prune(folder: Path, *, keep_last: int, keep_every: int, dry_run: bool = Fals
 
 
 def put_aside_after(folder: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps above `step`, and let ``latest`` name that of `step`; returns the new paths.
+    """Rename the checkpoints of steps above `step`, and let ``latest`` name that of `step`, if it is here.
 
     A crash half-way is like one before the run went back: a resume may find a later checkpoint. Nothing is lost.
+
+    Returns:
+        The new paths, ``rolled_back_step_…``, by step.
+
+    Raises:
+        OSError: some may have been renamed.
     """
-    write_latest(folder, step_name(step))
+    target = folder / step_name(step)
+    here = is_ready(target)
+    if here:
+        write_latest(folder, target.name)
     aside = []
     for found in list_steps(folder):
         if found.step > step:
             kept = found.path.with_name(f"rolled_back_{found.path.name}-{secrets.token_hex(4)}")
             files.rename(found.path, kept)
             aside.append(kept)
+    if not here:  # the run went back to a checkpoint elsewhere, and nothing is left that the pointer could name
+        (folder / LATEST).unlink(missing_ok=True)
     files.sync_folder(folder)
     return aside
 

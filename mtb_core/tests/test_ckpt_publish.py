@@ -56,6 +56,53 @@ def test_prune_dry_run(tmp_path):
     assert ready(tmp_path) == [1, 2]
 
 
+def test_put_aside_after(tmp_path):
+    """Later checkpoints get other names and stay whole; ``latest`` names the one that was gone back to."""
+    saved(tmp_path, (1, 2, 9, 10), keep_last=0)
+    aside = publish.put_aside_after(tmp_path, 2)
+    assert ready(tmp_path) == [1, 2]
+    assert newest(tmp_path) == read_latest(tmp_path) == tmp_path / "step_00000002"
+    assert [path.name.rpartition("-")[0] for path in aside] == [
+        "rolled_back_step_00000009",
+        "rolled_back_step_00000010",
+    ]
+    assert all(is_ready(path) for path in aside)
+    assert not any(verify_checkpoint(path).problems for path in aside)
+    saved(tmp_path, (9,), keep_last=0)
+    assert newest(tmp_path) == tmp_path / "step_00000009"
+    assert all(path.exists() for path in aside)
+
+
+def test_put_aside_all(tmp_path):
+    """Where what was gone back to is elsewhere, nothing is left to resume from, and nothing names what is gone."""
+    saved(tmp_path, (5, 6), keep_last=0)
+    assert len(publish.put_aside_after(tmp_path, 3)) == 2
+    assert newest(tmp_path) is None
+    assert not (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_crash_while_putting_aside(tmp_path, monkeypatch, calls):
+    """Wherever it happens, the folder has a checkpoint to resume from and none is lost."""
+    saved(tmp_path, (1, 2, 3), keep_last=0)
+    renamed, rename = [], files.rename
+
+    def crash(source, target):
+        if len(renamed) == calls:
+            raise OSError(errno.EIO, "crash", str(target))
+        renamed.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", crash)
+    with pytest.raises(OSError, match="crash"):
+        publish.put_aside_after(tmp_path, 1)
+    monkeypatch.undo()
+    assert newest(tmp_path) is not None
+    assert len([p for p in tmp_path.iterdir() if is_ready(p)]) == 3
+    publish.put_aside_after(tmp_path, 1)
+    assert newest(tmp_path) == tmp_path / "step_00000001"
+
+
 def test_leftovers_of_the_dead(tmp_path):
     """What a killed save left is removed; names that only look similar are not."""
     saved(tmp_path)
@@ -233,12 +280,12 @@ def test_order_of_durability(tmp_path):
         elif "rename" in line and str(tmp_path) in line:
             events.append("rename " + line.rpartition(', "')[2].partition('"')[0].removeprefix(str(tmp_path / "c")))
     events = [e for e in events if "probe" not in e]
-    start = next(i for i, e in enumerate(events) if "distcp" in e)
+    start = next(i for i, e in enumerate(events) if "safetensors" in e)
     short = [e.replace(e.split("/")[1], "TMP") if "/.tmp-step" in e else e for e in events[start:]]
     expected = [
-        "fsync /TMP/__0_0.distcp",
+        "fsync /TMP/rank_00000.safetensors",
         "fsync /TMP/rng/rank_00000.json",
-        "fsync /TMP/.metadata",
+        "fsync /TMP/index.json",
         "fsync /TMP/state.json",
         "fsync /TMP/rng",
         "fsync /TMP",
