@@ -150,12 +150,3 @@ def test_the_checkpoint_format_of_the_page(site: Path) -> None:
         "It comes with the plugin 'sumall' (mtb-sumall 0.1.0), which is disabled: switched off by MTB_DISABLE_PLUGINS"
     )
     assert told in " ".join(done.stderr.split())
-
-
-@pytest.mark.slow
-def test_the_plugin_of_the_page_conforms(site: Path) -> None:
-    """The kit has nothing to say against it; here of parity, the sync context and models, on two ranks."""
-    chosen = [word for group in ("parity", "sync", "models", "discovery") for word in ("--only", group)]
-    document = json.loads(mtb(site, "plugins", "check", "sumall", "--nproc", "2", "--quiet", "--json", *chosen))
-    assert document["failed"] == 0
-    assert document["passed"] > 30
