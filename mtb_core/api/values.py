@@ -194,7 +194,8 @@ class Job:
         materialize: ``materialize(module)``: allocate what is on ``meta`` and fill it by (seed, name); plain and
             sharded parameters (``DTensor``), without communication. Returns the module.
         in_place: ``in_place(module, autocast=True)``: activation checkpointing, compilation, autocast as configured,
-            without changing parameter names. Returns the module.
+            without changing parameter names. Returns the module, which may be a part of the model that keeps the
+            model's names.
         optimizer_groups: ``optimizer_groups(module)``: parameter groups of the trainable parameters; no weight decay
             on parameters of fewer than two dimensions.
         optimizer: the recipe; `make_optimizer` is the two together.
