@@ -140,10 +140,16 @@ def test_a_parameter_of_two_stages_on_one_rank() -> None:
         cut(net, ModelSpec(spec.build, blocks=names, chain=("words", *names, "head")), pp=2, virtual=2, world=2)
 
 
+def _count(module: Any, args: Any, output: Any) -> None:
+    module.calls += 1
+
+
 def test_shapes_are_found_without_computing() -> None:
     """On tensors without memory; under autocast with the dtypes that it gives; buffers and the random state stay."""
     model, spec = whole(dropout=0.5)
     net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5), nn.BatchNorm1d(6), nn.Linear(5, 2))
+    net[1].calls = 0
+    net[1].register_forward_hook(_count)
     state = torch.get_rng_state()
     found = cut(model, spec, pp=3, virtual=1, world=3)
     sent = outputs(model, found.parts, (2, 4), torch.device("cpu"), bf16=False)
@@ -152,6 +158,7 @@ def test_shapes_are_found_without_computing() -> None:
     sent = outputs(net, parts, (2, 6), torch.device("cpu"), bf16=True)
     assert [(tuple(x.shape), x.dtype) for x in sent] == [((2, 6, 5), torch.bfloat16)] * 2
     assert int(net[2].num_batches_tracked) == 0
+    assert net[1].calls == 0
     assert torch.equal(torch.get_rng_state(), state)
     assert isinstance(model, GPT)
     assert model.tokens.weight.is_meta
