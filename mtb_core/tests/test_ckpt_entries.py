@@ -67,8 +67,8 @@ def test_any_boxes(data):
         sizes = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
         boxes.append((offset, sizes))
         seen[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))] += 1
-    for place in zip(*np.nonzero(seen == 0), strict=True):  # holes are filled, so that volumes are often right
-        boxes.append((tuple(map(int, place)), (1,) * len(shape)))
+    holes = zip(*np.nonzero(seen == 0), strict=True)
+    boxes += [(tuple(map(int, place)), (1,) * len(shape)) for place in holes]
     if (seen <= 1).all():
         check_tiling("t", shape, boxes)
         return
