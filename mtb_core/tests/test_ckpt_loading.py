@@ -56,7 +56,9 @@ def test_run_plugins_come_and_go(tmp_path):
 
 def test_a_run_plugin_that_stays_must_fit(tmp_path):
     """Of a plugin on both sides every tensor must be there, in its shape, and no other."""
-    manager, path = save(tmp_path, whole(a=torch.ones(2), **{"plugins/p/a": torch.ones(3), "plugins/p/b": torch.ones(1)}))
+    manager, path = save(
+        tmp_path, whole(a=torch.ones(2), **{"plugins/p/a": torch.ones(3), "plugins/p/b": torch.ones(1)})
+    )
     target = whole(a=torch.zeros(2), **{"plugins/p/a": torch.zeros(3), "plugins/p/c": torch.zeros(1)})
     with pytest.raises(RunFailed, match=r"missing in it: plugins/p/c; in it but not in this training: plugins/p/b"):
         manager.load(path, target)

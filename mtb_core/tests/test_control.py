@@ -85,7 +85,7 @@ def test_the_first_reason_to_leave_out_an_update_counts():
 @pytest.mark.parametrize("hook", ["mtb_step_metrics", "mtb_before_update"])
 def test_sinks_only_observe(hook):
     """A sink, which may be switched off on one rank, has no say in what all ranks must know alike."""
-    sink = type("Sink", (), {hook: hookimpl(lambda self: None)})()  # noqa: ARG005
+    sink = type("Sink", (), {hook: hookimpl(lambda self: None)})()
     with pytest.raises(PluginError, match=f"sink 's' implements {hook}, but sinks only observe"):
         Hooks(Strategy(), sinks={"s": sink})
 
