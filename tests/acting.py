@@ -91,6 +91,10 @@ class Journal:
         self._rank = ctx.rank
         self._note("worker_started", folder.is_dir())
 
+    @hookimpl
+    def mtb_run_started(self, info: RunInfo) -> None:
+        self._note("run_started", info.first_step, info.started)
+
     @hookimpl(wrapper=True)
     def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
         self._prepared = yield

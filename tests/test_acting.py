@@ -15,8 +15,9 @@ import pytest
 import torch
 from acting import Acts, Ask, Forgets, Gives, Journal, LeavesOut, Mirror, SlowSave, die, journal, terminate
 
-from mtb_core import Control, TrainConfig
+from mtb_core import Control, TrainConfig, hookimpl
 from mtb_core.measure.result import Result
+from mtb_core.ranks import signals
 from mtb_core.running import run
 from mtb_core.testing.recording import RankRecord, Recorder
 from mtb_core.train import checkpointing
@@ -117,6 +118,26 @@ def test_finish(ranks: int, runs: Runs) -> None:
     stored = json.loads((runs.folder / "run" / "run" / "result.json").read_text())
     assert stored["stop_reason"] == "good enough"
     assert stored["plugin_results"] == {"journal": {"rank": 0}}
+
+
+class InsistsInTheEvaluation:
+    """SIGTERM, twice, when an evaluation has ended."""
+
+    @hookimpl
+    def mtb_evaluated(self) -> None:
+        for _ in range(2):
+            terminate(Control())
+
+
+def test_a_finished_run_can_be_ended(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second SIGTERM ends its last evaluation, as that of any run: it has agreed to end, not to stop."""
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.0)
+    ask = Ask("phase", 1, lambda control: control.finish("enough"))
+    insists = {"insists": InsistsInTheEvaluation}
+    result, _ = runs("run", 1, ask, plugins=insists, until_step=9, eval_data=str(runs.data))
+    assert result.exit_reason == "failed"
+    assert result.failure is not None
+    assert "a second SIGTERM" in result.failure["message"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -220,6 +241,9 @@ def test_a_crash_after_going_back(runs: Runs) -> None:
     assert steps[-4:] == [3, 4, 5, 6]
     assert [line["loss"] for line in runs.lines("run")][-4:] == whole[0].losses[2:]
     assert result.runtime["ready_checkpoints"] == [2, 4, 6]
+    started = journal(runs.folder / "run", 0, "run_started")
+    assert [first for first, _ in started] == [1, 3]
+    assert len({time for _, time in started}) == 1  # a restart does not begin the run's wall time anew
 
 
 def test_going_back_while_a_save_is_written(runs: Runs) -> None:
