@@ -82,7 +82,7 @@ class FSDP1Strategy(Strategy):
         units = choose_units(module, job.model.blocks, options.wrap, options.wrap_size)
         check_dtypes(module, units)
         _refuse_scalars(module)
-        UsageCheck(module, units, job.ctx.world_size, job.ctx)
+        check = UsageCheck(module, units, job.ctx.world_size, job.ctx)
         before, shapes = Names.of(module), {n: tuple(p.shape) for n, p in module.named_parameters()}
         after = before
         root: nn.Module = module
@@ -99,6 +99,8 @@ class FSDP1Strategy(Strategy):
                 buffers={**after.buffers, **now.buffers},
             )
             root = _wrap(unit, job)
+            if name:
+                check.watch(name, root)
             _replace(module, unit, root)
         core: Any = after.skeleton()
         core.forward = module.forward  # for its signature

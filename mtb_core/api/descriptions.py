@@ -150,6 +150,15 @@ class ScheduleInfo:
 
 
 @attrs.frozen
+class FormatInfo:
+    """A checkpoint format: how tensors lie in files; `impl` is a class `mtb_core.ckpt.Storage`, made as ``Class()``."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
 class DoctorCheck:
     """A check of ``mtb doctor``; `impl` is a function ``() -> DoctorResult``."""
 

@@ -27,6 +27,7 @@ from .descriptions import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     OptimizerInfo,
     RunPluginInfo,
@@ -82,6 +83,10 @@ class DiscoverySpecs:
     @hookspec
     def mtb_schedules(self) -> Sequence[ScheduleInfo]:  # type: ignore[empty-body]
         """Learning-rate schedules for ``--lr-scheduler``."""
+
+    @hookspec
+    def mtb_checkpoint_formats(self) -> Sequence[FormatInfo]:  # type: ignore[empty-body]
+        """Checkpoint formats, for ``--checkpoint-format`` and for whatever reads a checkpoint of that format."""
 
     @hookspec
     def mtb_doctor_checks(self) -> Sequence[DoctorCheck]:  # type: ignore[empty-body]
@@ -171,6 +176,8 @@ class StrategySpecs:
     def mtb_state_loaded(self, prepared: Prepared, state: State) -> None:
         """The pieces of `state` have been filled; renew what was derived from them. All ranks, collectives allowed.
 
+        ``state.scalars`` are those that this strategy had saved; empty if the checkpoint is another strategy's. Pieces
+        under ``strategy/NAME/…`` are as they were if the checkpoint has none of them.
         Called when a run resumes and when it goes back to a checkpoint.
         """
 

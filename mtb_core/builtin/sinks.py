@@ -38,7 +38,7 @@ def metrics_line(record: StepRecord) -> str:
     # One test instead of ten: a sum is finite only if all its terms are. An overflow only costs the slower way.
     total = r.loss + r.grad_norm + r.learning_rate + r.data_time_ms + r.forward_backward_ms + r.optimizer_step_ms
     total += r.step_time_ms + r.checkpoint_time_ms + r.memory_mib + (r.param_norm or 0.0)
-    if not math.isfinite(total) or r.metrics:
+    if r.metrics or not math.isfinite(total):
         return _line_with_nulls(record)
     return (
         f'{{"global_step": {r.global_step}, "loss": {r.loss}, "grad_norm": {r.grad_norm}, '

@@ -132,22 +132,10 @@ def _info_text(registry: Registry, kind: Kind, name: str) -> str:
     return "\n".join(lines)
 
 
-#: How an option is given, by kind.
-_GIVEN_BY = {
-    "strategies": "--strategy-opt KEY=VALUE",
-    "sinks": "--sink NAME:KEY=VALUE,…",
-    "run_plugins": "--plugin-opt NAME.KEY=VALUE",
-    "models": "--model-opt KEY=VALUE",
-    "datasets": "--data-opt KEY=VALUE",
-    "optimizers": "--optimizer-opt KEY=VALUE",
-    "schedules": "--lr-scheduler-opt KEY=VALUE",
-}
-
-
 def _options_text(kind: Kind, options: type) -> list[str]:
     if options is NoOptions or not attrs.fields(options):
         return [f"  This {kind.singular} has no options."]
-    lines = [f"  Options ({_GIVEN_BY[kind.plural]}):"]
+    lines = [f"  Options ({kind.options}):"]
     for found in describe_options(options):
         valid = f"; one of {', '.join(map(_plain, found.choices))}" if found.choices else ""
         lines.append(f"    {found.name} ({found.type}, default {_plain(found.default)}{valid})")

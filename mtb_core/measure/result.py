@@ -104,6 +104,8 @@ class Result:
     execution_complete: bool = False
     performance_valid: bool = False
     performance_invalid_reasons: Sequence[str] = ()
+    publishable: bool = True
+    unpublishable_reasons: Sequence[str] = ()
 
     @property
     def exit_code(self) -> int:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from mtb_core.api.errors import ConfigError
+from mtb_core.api.options import nearest
 from mtb_core.api.state import piece
 from mtb_core.api.values import ModelSpec
 from mtb_core.config.schema import TrainConfig
@@ -27,13 +28,25 @@ def build_module(spec: ModelSpec, seed: int, device: str) -> nn.Module:
 
     In the second case it is built on the CPU under `seed`, so that it is the same on every rank and device. The
     process's own random state is left as it was.
+
+    Raises:
+        ConfigError: `spec` names a block, or a module of its chain, that the module does not have.
     """
     if spec.init is not None:
         with torch.device("meta"), _NoInitialisation():
-            return spec.build()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return spec.build().to(device)
+            module = spec.build()
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            module = spec.build().to(device)
+    names = dict(module.named_modules(remove_duplicate=False))
+    for field, named in (("blocks", spec.blocks), ("chain", spec.chain)):
+        if unknown := [name for name in named if name not in names]:
+            raise ConfigError(
+                f"ModelSpec.{field} of the model ({type(module).__name__}) names '{unknown[0]}', which is none of its "
+                f"modules.{nearest(unknown[0], names)} Use names as Module.named_modules() gives them."
+            )
+    return module
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -79,11 +92,14 @@ def materialize(module: nn.Module, spec: ModelSpec, seed: int, device: str) -> n
 def in_place(module: nn.Module, spec: ModelSpec, config: TrainConfig, device: str, autocast: bool = True) -> nn.Module:
     """Activation checkpointing, compilation and autocast as configured; parameter names stay. Returns `module`.
 
+    `module` is the model, or a part of it that has some of `spec.blocks` under their names in the model.
+
     Checkpointing recomputes each of `spec.blocks` with the random state of its first run, so gradients are bitwise
     the same. Compilation is per block, or of the whole module where there are no blocks. Autocast (bf16, parameters
     stay fp32) spans the module's forward; strategies that mix precision themselves pass ``autocast=False``.
     """
-    blocks = [module.get_submodule(name) for name in spec.blocks]
+    parts = dict(module.named_modules(remove_duplicate=False))
+    blocks = [parts[name] for name in spec.blocks if name in parts]
     if config.activation_checkpointing:
         for block in blocks:
             _change_class(block, _checkpointed)

@@ -275,8 +275,11 @@ class Hooks:
     def plugin_states_loaded(self, states: Mapping[str, Any]) -> None:
         """Give sinks and run plugins the JSON values that they had saved; those of plugins not here are left alone."""
         for observer in self._plugin_state_loaded:
-            if observer.key in states:
-                self._ask(observer, states[observer.key])
+            # Checkpoints of plugin API 1 have them under the name that messages use.
+            for key in (observer.key, observer.name):
+                if key in states:
+                    self._ask(observer, states[key])
+                    break
 
     def results(self) -> dict[str, Any]:
         """Values of sinks and run plugins for the result, by name."""

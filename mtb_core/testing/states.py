@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mtb_core.ckpt.loading import owner_of
+
 from .stage import Part, RankTrace
 
 #: Whole tensors by key, as in `State`.
@@ -95,6 +97,13 @@ def equal_bitwise(seen: Mapping[str, torch.Tensor], expected: Mapping[str, torch
             )
         if not torch.equal(seen[key], tensor):
             raise Mismatch(f"{what}: the same bits in '{key}'", f"a difference of up to {_largest(seen[key], tensor)}")
+
+
+def comparable(seen: Whole, expected: Whole) -> tuple[Whole, Whole]:
+    """Both without the state of an owner (a strategy, a plugin) that only one of them has, as loading leaves it out."""
+    apart = {owner_of(key) for key in seen} ^ {owner_of(key) for key in expected}
+    kept = [{key: t for key, t in side.items() if owner_of(key) not in apart - {None}} for side in (seen, expected)]
+    return kept[0], kept[1]
 
 
 def same_keys(seen: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:

@@ -347,12 +347,12 @@ def test_order_of_durability(tmp_path):
         elif "rename" in line and str(tmp_path) in line:
             events.append("rename " + line.rpartition(', "')[2].partition('"')[0].removeprefix(str(tmp_path / "c")))
     events = [e for e in events if "probe" not in e]
-    start = next(i for i, e in enumerate(events) if "distcp" in e)
+    start = next(i for i, e in enumerate(events) if "safetensors" in e)
     short = [e.replace(e.split("/")[1], "TMP") if "/.tmp-step" in e else e for e in events[start:]]
     expected = [
-        "fsync /TMP/__0_0.distcp",
+        "fsync /TMP/rank_00000.safetensors",
         "fsync /TMP/rng/rank_00000.json",
-        "fsync /TMP/.metadata",
+        "fsync /TMP/index.json",
         "fsync /TMP/state.json",
         "fsync /TMP/rng",
         "fsync /TMP",

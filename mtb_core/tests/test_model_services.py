@@ -181,6 +181,30 @@ def test_activation_checkpointing_recomputes_blocks():
     assert len(calls) == 3
 
 
+def test_a_part_of_the_model_is_changed_alike():
+    """A part that has one of the blocks under its name in the model recomputes it."""
+    calls = []
+    c = config(activation_checkpointing=True)
+    spec = gpt_spec(c)
+    part = nn.Module()
+    part.blocks = nn.Module()
+    part.blocks.add_module("1", filled().blocks[1])
+    in_place(part, spec, c, "cpu")
+    block = part.get_submodule("blocks.1")
+    block.norm1.register_forward_hook(lambda *_: calls.append(1))
+    block(torch.zeros(1, 8, SMALL["d_model"])).sum().backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("field", ["blocks", "chain"])
+@pytest.mark.parametrize("init", [None, lambda *_: None])
+def test_names_that_the_model_does_not_have(field, init):
+    """A block, or a module of the chain, that is none of the model's is named."""
+    spec = ModelSpec(build=lambda: nn.Sequential(nn.Linear(2, 2)), init=init, **{field: ("0", "1")})
+    with pytest.raises(ConfigError, match=rf"ModelSpec\.{field} of the model \(Sequential\) names '1'"):
+        build_module(spec, 0, "cpu")
+
+
 def test_bf16_is_autocast_over_fp32_master_weights():
     """Logits are bf16, weights, gradients and the loss fp32; without `autocast` nothing changes."""
     c = config(precision="bf16", qk_norm=True)

@@ -14,8 +14,10 @@ from mtb_core.api.values import Job, Prepared, State, SyncMode
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.data.dataset import Dataset, content_digest
 from mtb_core.measure.environment import redact_values
+from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 
+from .optim import described_groups
 from .schedule import Schedule
 from .trainer import Progress
 
@@ -51,11 +53,12 @@ class ResumePoint:
         return self.progress.global_step
 
 
-def find_checkpoint(config: TrainConfig) -> Opened | None:
+def find_checkpoint(config: TrainConfig, registry: Registry) -> Opened | None:
     """What ``--resume`` means for this run; None: start from the beginning.
 
     Raises:
         ConfigError: there is no such checkpoint.
+        PluginError: no plugin in `registry` has the format of its tensors.
     """
     if config.resume is None:
         return None
@@ -64,7 +67,7 @@ def find_checkpoint(config: TrainConfig) -> Opened | None:
 
     folder = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
     path = catalog.find(folder, config.resume)
-    return None if path is None else open_checkpoint(path)
+    return None if path is None else open_checkpoint(path, registry)
 
 
 def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> ResumePoint:
@@ -190,6 +193,8 @@ class RunCheckpoints:
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
                 asynchronous=config.async_save,
+                format_name=config.checkpoint_format,
+                registry=discover(disabled=config.no_plugin),
                 fault_point=hooks.fault_point,
                 published=self._note_published,
             )
@@ -227,7 +232,10 @@ class RunCheckpoints:
         state = self._hooks.state(self._prepared)
         with_plugins, values = self._with_plugins(state)
         loaded = manager.load(path, with_plugins, allow_missing_rng=self._job.config.allow_missing_rng)
-        self._hooks.state_loaded(self._prepared, state)
+        # A strategy's scalars mean nothing to another one.
+        own = loaded.values.get("strategy") == self._job.config.strategy
+        scalars = (loaded.sections.get("scalars") or {}) if own else {}
+        self._hooks.state_loaded(self._prepared, attrs.evolve(state, scalars=scalars))
         saved = loaded.sections.get("plugins") or {}
         self._hooks.plugin_states_loaded(saved)
         for name in sorted(values.keys() - saved.keys()) if self._job.ctx.rank == 0 else ():
@@ -351,10 +359,7 @@ class RunCheckpoints:
 
     def _sections(self, progress: Progress, plugins: Mapping[str, Any]) -> dict[str, Any]:
         config, step = self._job.config, progress.global_step
-        groups = [
-            {k: v for k, v in group.items() if k != "params" and isinstance(v, bool | int | float | str | list | tuple)}
-            for group in self._prepared.optimizer.param_groups
-        ]
+        groups = described_groups(self._job.optimizer, config, self._schedule(max(step - 1, 0)))
         return {
             "train_state": attrs.asdict(progress),
             "scheduler": {

@@ -19,7 +19,7 @@ from mtb_core.testing.checks.checkpoints import EVENTFUL, saving
 from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab, Run
 from mtb_core.testing.probes_checkpoints import Draws, HoldWriter, KillInSave, WatchFolder, incompleteness, start_note
-from mtb_core.testing.saved import checkpoint_of, stored
+from mtb_core.testing.saved import checkpoint_of, opened, stored
 from mtb_core.testing.states import Mismatch, Whole, equal_bitwise
 
 
@@ -149,7 +149,10 @@ def _with_changed_byte(path: Path) -> None:
 
 
 def _largest_shard(path: Path) -> Path:
-    return max(path.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    """The largest file of tensors, whatever the checkpoint format."""
+    checkpoint = opened(path)
+    names = {chunk.file for entry in checkpoint.entries.values() for chunk in entry.chunks}
+    return max((path / name for name in names), key=lambda p: p.stat().st_size)
 
 
 @check(
