@@ -75,6 +75,9 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
         _check_checkpoint_folder(Path(config.checkpoint_dir))
     start_step = 0 if opened is None else opened.step
     resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size, start_step=start_step)
+    for _, info, options in run_plugins:
+        if info.check is not None:
+            info.check(options, resolved.config)
     vocabulary = resolved.config.vocab_size
     if eval_dataset is not None and vocabulary is not None and eval_dataset.vocab_size > vocabulary:
         raise ConfigError(
