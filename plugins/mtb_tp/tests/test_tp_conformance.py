@@ -41,5 +41,5 @@ class TestSharedBoth(StrategyConformance):
         "sequence_parallel": "true",
         "vocab_parallel_loss": "true",
     }
-    capabilities = Capabilities(world_sizes=(4,), custom_models=False, sharded=True, tied=False)
+    capabilities = Capabilities(world_sizes=(4,), custom_models=False, sharded=True, tied_weights=False)
     settings: ClassVar[Mapping[str, Any]] = {"vocab_size": 64}  # shared evenly, which 61 words cannot be
