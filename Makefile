@@ -2,18 +2,18 @@
 # configuration; to install without a GPU build of torch, point pip at an index of CPU wheels (see README.md).
 
 PYTHON ?= python3
-PACKAGES := mtb_core mtb_ddp mtb_fsdp mtb_deepspeed mtb_comm plugins/mtb_pp plugins/mtb_profile plugins/mtb_report plugins/mtb_sinks plugins/mtb_tp
-TOOLS := pytest pytest-timeout hypothesis tokenizers ruff mypy
+PACKAGES := mtb_core mtb_ddp mtb_fsdp mtb_deepspeed mtb_comm plugins/mtb_cp plugins/mtb_dcp plugins/mtb_ep plugins/mtb_guards plugins/mtb_pp plugins/mtb_profile plugins/mtb_report plugins/mtb_sinks plugins/mtb_tp
+TOOLS := pytest pytest-timeout hypothesis tokenizers safetensors ruff mypy
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo parity evidence test test-slow lint format docs bench clean
+.PHONY: help setup demo parity side-by-side evidence test test-slow lint format docs bench clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(STAMP)  ## make .venv and install all packages into it, editable, with the tools
 
@@ -38,6 +38,9 @@ demo: $(STAMP)  ## train a small GPT on two ranks: live progress, a table, runs/
 
 parity: $(STAMP)  ## one training under every strategy: losses against those of `single`
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py
+
+side-by-side: $(STAMP)  ## two commits compared to the bit: BASE=<commit> [HEAD=<commit>, else the working tree]
+	$(BIN)/python benchmarks/side_by_side.py $(BASE) $(HEAD)
 
 evidence: $(STAMP)  ## run the small recipes and write their report to docs/example
 	@for r in plugins/mtb_report/sweep/recipes/*.toml; do OMP_NUM_THREADS=1 $(BIN)/mtb sweep $$r --size small \

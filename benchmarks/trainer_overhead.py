@@ -19,7 +19,7 @@ from mtb_bench.contender import CONTENDERS, command
 from mtb_bench.tables import ratios, show, spread
 from mtb_bench.workload import write_data
 
-BASES = {"bare": "by hand", "bare_guarded": "guarded"}
+BASES = {"bare": "by hand", "bare_fused": "fused", "bare_guarded": "guarded"}
 
 
 def measure(

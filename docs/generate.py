@@ -30,7 +30,19 @@ _ABOUT_SETTINGS = """\
 Every setting of `mtb train` is also a key of a TOML file for `--config` and of `mtb_core.TrainConfig`, with `_` for
 `-`. Options on the command line win over the file."""
 #: Packages of this repository beside core, in the order in which they are shown.
-PLUGINS = ("mtb_ddp", "mtb_fsdp", "mtb_deepspeed", "mtb_tp", "mtb_comm", "mtb_profile", "mtb_report", "mtb_sinks")
+PLUGINS = (
+    "mtb_ddp",
+    "mtb_fsdp",
+    "mtb_deepspeed",
+    "mtb_tp",
+    "mtb_ep",
+    "mtb_comm",
+    "mtb_dcp",
+    "mtb_guards",
+    "mtb_profile",
+    "mtb_report",
+    "mtb_sinks",
+)
 _RANKS = {
     "all": "At every number of ranks.",
     "several": "At every number of ranks above one.",
@@ -146,11 +158,11 @@ def _code(value: Any) -> str:
 
 
 def cli_page() -> str:
-    """All commands with their options, and the options of the strategies and sinks, of this repository's packages."""
+    """All commands with their options, and the options of strategies, sinks and run plugins, of this repository's packages."""
     parts = ["# Command line", _ABOUT_SETTINGS]
     for info in _provided("mtb_commands"):
         parts += _command(f"mtb {info.name}", mtb_core.load_reference(info.impl), info.help)
-    for title, hook in (("Strategies", "mtb_strategies"), ("Sinks", "mtb_sinks")):
+    for title, hook in (("Strategies", "mtb_strategies"), ("Sinks", "mtb_sinks"), ("Run plugins", "mtb_run_plugins")):
         parts.append(f"## {title}")
         for info in _provided(hook):
             legacy = " Legacy." if getattr(info, "legacy", False) else ""

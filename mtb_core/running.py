@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -50,6 +51,7 @@ def run(
     Raises:
         ConfigError: nothing was started; the message says what would be valid.
     """
+    started = time.monotonic()
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and config.checkpoint_dir and config.resume is None:
         config = attrs.evolve(config, resume="auto")  # torchrun starts the same command again
     registry = discover(disabled=config.no_plugin)
@@ -67,7 +69,8 @@ def run(
     alike = not (external or several_nodes)  # else ranks must agree on what this process sees
     folder = make_run_folder(planned) if alike and nothing is None else None
     newest = None if config.checkpoint_dir is None else newest_published(Path(config.checkpoint_dir))
-    payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, dict(plugins or {}), planned)
+    own = dict(plugins or {})
+    payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, own, planned, started)
     here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
     # Of several external ranks one talks; the others only warn.
     with Display(quiet=quiet or not reports_here(), redirect=here) as display:
@@ -80,18 +83,18 @@ def run(
         else:
             run_it = partial(_run_here, external=external) if here else _launch
             result = run_it(payload, planned, display)
-    if reports_here():
-        result = _audited(result, payload.folder)
+        if reports_here():
+            result = _audited(result, payload.folder, display.warning)
     measured_before = nothing is not None and config.output is not None and Path(config.output).is_file()
     if config.output is not None and not measured_before and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
 
 
-def _audited(result: Result, folder: Path | None) -> Result:
-    """`result`, or a failed one in its place where what the run recorded tells who ran it or where.
+def _audited(result: Result, folder: Path | None, warn: Callable[[str], None]) -> Result:
+    """`result`, marked as not publishable if the records of the run tell who ran it or where.
 
-    What ranks printed is not searched: it is the user's own. A path or endpoint in ``config.toml`` that has a host's name
+    The ranks' output is not searched: it is the user's own. A path or endpoint in ``config.toml`` that has a host's name
     or address in it, or another user's home, is needed to run it again.
     """
     place = folder if folder is not None else Path(result.run_dir or "").expanduser()
@@ -99,23 +102,16 @@ def _audited(result: Result, folder: Path | None) -> Result:
         return result
     found = audit_folder(place, skip=("logs", "trace", "hang"))
     found["config.toml"] = [kind for kind in found.get("config.toml", ()) if kind not in (HOME_FOLDER, HOST, ADDRESS)]
-    told = [f"{file} ({', '.join(kinds)})" for file, kinds in found.items() if kinds]
-    if not told:
+    reasons = [f"{file} tells who ran it or where ({', '.join(kinds)})" for file, kinds in found.items() if kinds]
+    if not reasons:
         return result
-    text = (
-        f"What was recorded in {redact(str(place))} tells who ran it or where: {'; '.join(told)}. Do not hand it on; see "
-        "which setting or plugin put it there, and run again."
+    warn(
+        f"The records in {redact(str(place))} must not be handed on: {'; '.join(reasons)}. See which setting or plugin "
+        "put it there."
     )
-    failed = attrs.evolve(
-        result,
-        exit_reason="failed",
-        failure=failure_fields(Failure(rank=None, kind="PrivateDetails", message=text, expected=True)),
-        execution_complete=False,
-        performance_valid=False,
-        performance_invalid_reasons=[*result.performance_invalid_reasons, "the audit of what was recorded failed"],
-    )
-    failed.write(place / "result.json")
-    return failed
+    marked = attrs.evolve(result, publishable=False, unpublishable_reasons=reasons)
+    marked.write(place / "result.json")
+    return marked
 
 
 def _check_formal() -> None:

@@ -77,6 +77,7 @@ def wrap_ddp(
     comm_hook: str = "none",
     powersgd_rank: int = 2,
     buffers: dist.ProcessGroup | None = None,
+    ignored: Iterable[nn.Parameter] = (),
 ) -> ReplicatedModule:
     """Wrap `core`, whose parameters are plain tensors, in DistributedDataParallel over `ranks`. Called by all of them.
 
@@ -95,12 +96,18 @@ def wrap_ddp(
         comm_hook: what compresses gradients on the wire: ``"none"``, ``"fp16"``, ``"bf16"`` or ``"powersgd"``.
         powersgd_rank: of the approximation.
         buffers: ranks whose buffers are those of their first one. None: `ranks`.
+        ignored: parameters of `core` that DDP is to leave alone: other ranks have other ones, or share them otherwise.
 
     Raises:
         ConfigError: a buffer of `core` is one that DDP cannot write to.
         ValueError: `ranks` is a mesh of several axes that has some of the ranks only.
     """
     _check_buffers(core)
+    left_alone = {id(p) for p in ignored}
+    named = core.named_parameters(remove_duplicate=False)  # a tied one must be named at each of its places
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # noqa: SLF001  (the only way there is)
+        core, [name for name, p in named if id(p) in left_alone]
+    )
     group = _group_of(ranks)
     own_buffers = buffers is None or dist.get_process_group_ranks(buffers) == dist.get_process_group_ranks(group)
     device = next(core.parameters()).device

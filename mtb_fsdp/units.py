@@ -42,13 +42,13 @@ def choose_units(module: nn.Module, blocks: Sequence[str], wrap: str, wrap_size:
     return list(out.values())
 
 
-def check_dtypes(module: nn.Module, units: Sequence[str]) -> None:
+def check_dtypes(module: nn.Module, units: Sequence[str], ignored: Iterable[nn.Parameter] = ()) -> None:
     """Gradients of one unit travel in one buffer, so its trainable parameters must have one dtype.
 
     Raises:
         ConfigError: they have several.
     """
-    for name, parameters in unit_parameters(module, units).items():
+    for name, parameters in unit_parameters(module, units, ignored).items():
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in parameters if p.requires_grad})
         if len(dtypes) > 1:
             raise ConfigError(
@@ -58,9 +58,11 @@ def check_dtypes(module: nn.Module, units: Sequence[str]) -> None:
             )
 
 
-def unit_parameters(module: nn.Module, units: Sequence[str]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Parameters by unit, those of the root last under an empty name; a tied parameter once."""
-    taken: set[int] = set()
+def unit_parameters(
+    module: nn.Module, units: Sequence[str], ignored: Iterable[nn.Parameter] = ()
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Parameters by unit, those of the root last under an empty name; a tied parameter once, an ignored one not."""
+    taken = {id(p) for p in ignored}
     out: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for unit in (*units, ""):
         prefix = f"{unit}." if unit else ""
@@ -70,7 +72,9 @@ def unit_parameters(module: nn.Module, units: Sequence[str]) -> dict[str, list[t
     return out
 
 
-def describe_units(module: nn.Module, units: Sequence[str], *, resharded: bool) -> list[Unit]:
+def describe_units(
+    module: nn.Module, units: Sequence[str], *, resharded: bool, ignored: Iterable[nn.Parameter] = ()
+) -> list[Unit]:
     """The units as `mtb_fsdp.theory` counts them; parameters without dimensions are not sharded and left out."""
     return [
         Unit(
@@ -78,7 +82,7 @@ def describe_units(module: nn.Module, units: Sequence[str], *, resharded: bool) 
             trainable=tuple(p.requires_grad for _, p in parameters if p.dim()),
             resharded=resharded and bool(name),
         )
-        for name, parameters in unit_parameters(module, units).items()
+        for name, parameters in unit_parameters(module, units, ignored).items()
     ]
 
 

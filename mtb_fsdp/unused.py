@@ -8,7 +8,7 @@ gradient; if not, the rank raises, and whoever started the ranks ends those that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,21 @@ class UsageCheck:
     """Watches that every rank runs every unit, and has a gradient for every trainable parameter of those that ran.
 
     Args:
-        module: not sharded yet; its hooks are registered here.
+        module: not sharded yet; a hook of it is registered here.
         units: names of the units besides the root.
         shards: over how many ranks each parameter is split.
         ctx: its world are the ranks that hold `module`.
+        ignored: parameters of `module` that are not sharded at all.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[str], shards: int, ctx: RankContext) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[str],
+        shards: int,
+        ctx: RankContext,
+        ignored: Collection[nn.Parameter] = (),
+    ) -> None:
         self._ctx = ctx
         self._waiting = set(units)
         self._units = frozenset(units)
@@ -38,15 +46,18 @@ class UsageCheck:
         self.units_run = Inquiry(ctx, "units", self._ran)
         self.gradients_sent = Inquiry(ctx, "unit-gradients", self._sent)
         self.reduce_scatters: dict[str, CheckedReduceScatter] = {}
-        descriptions = describe_units(module, units, resharded=False)
-        for (name, parameters), description in zip(unit_parameters(module, units).items(), descriptions, strict=True):
+        descriptions = describe_units(module, units, resharded=False, ignored=ignored)
+        parameters_by_unit = unit_parameters(module, units, ignored)
+        for (name, parameters), description in zip(parameters_by_unit.items(), descriptions, strict=True):
             trainable = [n for n, p in parameters if p.requires_grad]
             length = reduced_elements(description, shards)
             self.reduce_scatters[name] = CheckedReduceScatter(self, name, trainable, (length, length // shards))
-        for name in units:
-            module.get_submodule(name).register_forward_pre_hook(_Note(self._waiting, name))
         if ctx.world_size > 1:
             module.register_forward_hook(self._after_forward)
+
+    def watch(self, name: str, unit: nn.Module) -> None:
+        """Notice when the unit `name` runs. `unit` is sharded: its own hook or call waits for others, which may ask."""
+        unit.register_forward_pre_hook(_Note(self._waiting, name), prepend=True)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002  (a hook gets them)
         missing = sorted(self._waiting)

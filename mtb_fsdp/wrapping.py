@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -53,6 +53,7 @@ class ShardedModule:
     _groups: tuple[dist.ProcessGroup, ...]
     _buffer_groups: tuple[dist.ProcessGroup, ...]
     _buffers: tuple[BufferSync, ...]
+    _scalars: frozenset[str]
     _waiting: bool = False
 
     @contextmanager
@@ -112,7 +113,7 @@ class ShardedModule:
     @functools.cached_property
     def _whole(self) -> tuple[nn.Parameter, ...]:
         """Trainable parameters that are not sharded; listed when they are filled, for that may replace them."""
-        return tuple(p for p in self.module.parameters() if p.requires_grad and not p.dim())
+        return tuple(p for name, p in self.module.named_parameters() if name in self._scalars and p.requires_grad)
 
     def close(self) -> None:
         """Destroy the groups that torch makes for units that stay gathered in part after forward."""
@@ -136,6 +137,7 @@ def wrap_fsdp(
     prefetch: int = 0,
     unused_parameters: bool = False,
     buffers: dist.ProcessGroup | None = None,
+    ignored: Collection[nn.Parameter] = (),
 ) -> ShardedModule:
     """Shard `module` in place over `mesh`, its parameters on ``meta`` or filled. Called by all ranks of the mesh.
 
@@ -156,24 +158,28 @@ def wrap_fsdp(
         prefetch: units that are gathered ahead; 0: as torch does by itself.
         unused_parameters: whether a parameter that a rank does not use counts as zero there.
         buffers: ranks whose buffers are those of their first one. None: those of `mesh`.
+        ignored: parameters of `module` that are left alone: other ranks have other ones, or they are sharded already.
 
     Raises:
         ConfigError: trainable parameters that are sharded together have several dtypes.
     """
     units = choose_units(module, blocks, wrap, wrap_size)
-    check_dtypes(module, units)
+    check_dtypes(module, units, ignored)
     copies = mesh.size(0) if mesh.ndim > 1 else 1
-    check = UsageCheck(module, units, mesh.size() // copies, _among(ctx, mesh))
+    check = UsageCheck(module, units, mesh.size() // copies, _among(ctx, mesh), ignored)
+    left_alone = {id(p) for p in ignored}
+    scalars = {name: p for name, p in module.named_parameters() if not p.dim() and id(p) not in left_alone}
     shared: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(_DTYPES[param_dtype], _reduce_dtype(param_dtype, reduce_dtype)),
         "offload_policy": CPUOffloadPolicy(pin_memory=ctx.device != "cpu") if offload else OffloadPolicy(),
-        "ignored_params": {p for p in module.parameters() if not p.dim()},
+        "ignored_params": {*scalars.values(), *ignored},
     }
     for name in units:
         unit = module.get_submodule(name)
         unit.register_forward_hook(without_views)  # before FSDP's own hook
         fully_shard(unit, reshard_after_forward=reshard, **shared)
+        check.watch(name, unit)
     # The root's backward begins when its forward has ended: freeing its parameters in between would gain nothing.
     fully_shard(module, reshard_after_forward=False, **shared)
     for part in _fsdp_modules(module):
@@ -197,6 +203,7 @@ def wrap_fsdp(
         groups,
         buffer_groups if next(module.buffers(), None) is not None else (),
         tuple(sync for group in buffer_groups if (sync := BufferSync.of(module, group)) is not None),
+        frozenset(scalars),
     )
 
 

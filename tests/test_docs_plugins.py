@@ -19,23 +19,28 @@ from mtb_core.testing.lab import Lab
 PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
 TESTS_PAGE = PAGE.with_name("conformance.md")
 _WHOLE = re.MULTILINE | re.DOTALL
-_FILE = re.compile(r"^`(mtb_sumall/\S+)`\n\n```\w+\n(.*?)^```", _WHOLE)
+_FILE = re.compile(r"^`(mtb_\w+/\S+)`\n\n```\w+\n(.*?)^```", _WHOLE)
 SMALL = "--steps 3 --warmup-steps 1 --d-model 16 --n-heads 2 --n-layers 1 --seq-length 16 --global-batch-size 8"
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that holds the page's package, with the metadata that pip would make of its pyproject.toml."""
+    """A folder that holds the page's packages, with the metadata that pip would make of their pyproject.toml."""
     for name, text in _FILE.findall(PAGE.read_text(encoding="utf-8")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     project = tomllib.loads((tmp_path / "mtb_sumall" / "pyproject.toml").read_text())["project"]
-    info = tmp_path / "mtb_sumall-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
-    points = "".join(f"{name} = {target}\n" for name, target in project["entry-points"]["mtb"].items())
-    (info / "entry_points.txt").write_text(f"[mtb]\n{points}")
+    install(tmp_path, project["name"], project["entry-points"]["mtb"])
+    install(tmp_path, "mtb-twins", {"twins": "mtb_twins.plugin"})
     return tmp_path
+
+
+def install(site: Path, name: str, points: dict[str, str]) -> None:
+    """The metadata that pip makes of a project."""
+    info = site / f"{name.replace('-', '_')}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {name}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[mtb]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
 
 
 def mtb(site: Path, *arguments: str) -> str:
@@ -77,6 +82,15 @@ def test_the_plugin_of_the_page(site: Path) -> None:
         assert (site / "both" / f"backward_{rank}.txt").read_text() == str(steps * micro_batches)
 
 
+def test_the_plugin_that_builds_on_another(site: Path) -> None:
+    """On twice the ranks it trains what `ddp` trains, with plugin `ddp` left out too: its package is still there."""
+    common = [*SMALL.split(), "--quiet", "--json", "--sink", "jsonl"]
+    once = json.loads(mtb(site, "train", *common, "--strategy", "ddp", "--nproc", "2", "--run-dir", "once"))
+    options = ["--strategy", "twins", "--nproc", "4", "--no-plugin", "ddp", "--run-dir", "twice"]
+    twice = json.loads(mtb(site, "train", *common, *options))
+    assert (twice["loss"], twice["grad_norm"]) == (once["loss"], once["grad_norm"])
+
+
 @pytest.mark.slow
 def test_the_plugin_of_the_page_conforms(site: Path) -> None:
     """The kit has nothing to say against it; here of parity, the sync context and models, on two ranks."""
@@ -116,3 +130,23 @@ def test_the_tests_of_the_plugin_pass(site: Path) -> None:
     (site / "test_sumall.py").write_text(block_of_tests())
     told = python(site, "pytest", "-q", "-p", "no:cacheprovider", "test_sumall.py", timeout_s=1700)
     assert re.search(r"^\d+ passed", told, re.MULTILINE), told
+
+
+def test_the_checkpoint_format_of_the_page(site: Path) -> None:
+    """It saves what verifies, is resumed from to the bit, and says what to install where it is missing."""
+    common = [*SMALL.split()[4:], "--warmup-steps", "0", "--quiet", "--json"]
+    saving = ["--checkpoint-format", "raw", "--save-every", "2", "--checkpoint-dir"]
+    whole = json.loads(mtb(site, "train", *common, *saving, "whole", "--until-step", "4"))
+    mtb(site, "train", *common, *saving, "cut", "--until-step", "2")
+    again = json.loads(mtb(site, "train", *common, *saving, "cut", "--until-step", "4", "--resume", "auto"))
+    assert (again["loss"], again["runtime"]["resume_deterministic"]) == (whole["loss"], True)
+    assert "all as they were published" in mtb(site, "checkpoint", "verify", "cut/step_00000004")
+    mtb(site, "checkpoint", "verify", "cut/step_00000004", "whole/step_00000004")
+    environment = {**os.environ, "MTB_DISABLE_PLUGINS": "mtb-sumall", "PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "mtb_core", "checkpoint", "show", "cut/step_00000004"]
+    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2
+    told = (
+        "It comes with the plugin 'sumall' (mtb-sumall 0.1.0), which is disabled: switched off by MTB_DISABLE_PLUGINS"
+    )
+    assert told in " ".join(done.stderr.split())

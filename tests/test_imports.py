@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import mtb_core
+import mtb_core.ckpt
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "mtb_core"
@@ -112,18 +116,72 @@ def test_every_part_of_core_has_a_place() -> None:
     assert parts - {"tests", "__init__", BUILTIN} <= set(COLUMN)
 
 
+def declared(folder: Path) -> set[str]:
+    """Packages of this repository that the project of a plugin depends on; core's own plugin is a part of core."""
+    project = folder / "pyproject.toml" if folder.name != BUILTIN else CORE / "pyproject.toml"
+    names = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    return {re.match(r"[\w-]+", name)[0].replace("-", "_") for name in names if name.startswith("mtb-")}
+
+
+def forbidden(folder: Path, own: str, depends_on: set[str], *, within: Path = ROOT) -> list[str]:
+    """Imports that the plugin `own`, which declares that it depends on `depends_on`, may not have.
+
+    Allowed are core's public names, those of `mtb_core.ckpt` (for authors of checkpoint formats), and those of the
+    plugins that it declares.
+    """
+    public = {
+        f"{package}.{name}"
+        for package in {"mtb_core", "mtb_core.ckpt", *depends_on}
+        for name in importlib.import_module(package).__all__
+    }
+    return [
+        f"{path.relative_to(within)}:{line} imports {name}"
+        for path in sources(folder)
+        for line, name in imported(path, within=within)
+        if name.startswith("mtb_") and name not in public and name != own and not name.startswith(f"{own}.")
+    ]
+
+
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda p: p.name)
 def test_plugins_import_public_names_only(folder: Path) -> None:
-    """The built-in strategy and sinks, and every plugin here, import from core what a stranger's plugin may."""
-    public = {f"mtb_core.{name}" for name in mtb_core.__all__}
+    """The built-in strategy and sinks, and every plugin here, import what a stranger's plugin may.
+
+    That is, from core and from the plugins in the dependencies of its project, what is in ``__all__``.
+    """
     within = folder.parent if folder.parent.name == "plugins" else ROOT
     own = ".".join(folder.relative_to(within).parts)
-    for path in sources(folder):
-        for line, name in imported(path, within=within):
-            inside = name == own or name.startswith(own + ".")
-            assert not name.startswith("mtb_") or inside or name in public, (
-                f"{path.relative_to(ROOT)}:{line} imports {name}, which is not in mtb_core.__all__"
-            )
+    assert not forbidden(folder, own, declared(folder) - {"mtb_core"}, within=within)
+
+
+@pytest.mark.parametrize(
+    ("line", "allowed"),
+    [
+        ("from mtb_core import Strategy", True),
+        ("from mtb_ddp import wrap_ddp", True),
+        ("from mtb_mine.parts import something", True),
+        ("from mtb_ddp.wrapping import wrap_ddp", False),
+        ("import mtb_ddp.strategy", False),
+        ("from mtb_core.train import trainer", False),
+        ("from mtb_fsdp import wrap_fsdp", False),
+    ],
+)
+def test_a_plugin_builds_on_declared_ones_only(line: str, allowed: bool, tmp_path: Path) -> None:
+    """Public names of a declared plugin may be imported; those of another, and what is inside of one, may not."""
+    folder = tmp_path / "mtb_mine"
+    folder.mkdir()
+    (folder / "strategy.py").write_text(f"def late():\n    {line}\n")
+    assert bool(forbidden(folder, "mtb_mine", {"mtb_ddp"}, within=tmp_path)) is not allowed
+
+
+def test_plugins_depend_on_each_other_without_a_circle() -> None:
+    """What a plugin declares is here, is what it imports, and does not depend on it in turn."""
+    graph = {folder.name: declared(folder) - {"mtb_core"} for folder in PLUGINS if folder.name != BUILTIN}
+    assert graph["mtb_tp"] == {"mtb_ddp", "mtb_fsdp"}
+    for folder in PLUGINS:
+        within = folder.parent if folder.parent.name == "plugins" else ROOT
+        used = {name.split(".")[0] for path in sources(folder) for _, name in imported(path, within=within)}
+        assert graph.get(folder.name, set()) <= used & set(graph), f"{folder.name} declares what it does not import"
+    graphlib.TopologicalSorter(graph).prepare()  # raises where they are in a circle
 
 
 def compared_strings(tree: ast.AST) -> Iterator[tuple[int, str]]:

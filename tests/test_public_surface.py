@@ -10,6 +10,7 @@ and record it in CHANGELOG.md; a hook that changed needs a new `PLUGIN_API`.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import click
 import pytest
 
 import mtb_core
+import mtb_core.ckpt
 from mtb_core.builtin.plugin import mtb_commands
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -37,10 +39,29 @@ def compare(name: str, lines: list[str]) -> None:
 
 
 def test_public_names() -> None:
-    """`mtb_core.__all__` is what it was, sorted by kind; every name exists."""
-    compare("names.txt", sorted(mtb_core.__all__))
-    for name in mtb_core.__all__ * 2:  # twice: importing a submodule binds its name in the package
-        assert not inspect.ismodule(getattr(mtb_core, name)), f"mtb_core.{name} is hidden by a module of that name"
+    """`mtb_core.__all__`, and what authors of checkpoint formats import, are what they were; every name exists."""
+    formats = [f"ckpt.{name}" for name in sorted(mtb_core.ckpt.__all__)]
+    compare("names.txt", [*sorted(mtb_core.__all__), *formats])
+    for package in (mtb_core, mtb_core.ckpt):
+        for name in package.__all__ * 2:  # twice: importing a submodule binds its name in the package
+            hidden = inspect.ismodule(getattr(package, name))
+            assert not hidden, f"{package.__name__}.{name} is hidden by a module of that name"
+
+
+def test_what_plugins_offer_each_other() -> None:
+    """Public names of the plugins that others build on, with their signatures and methods, are what they were."""
+    lines = []
+    for package in ("mtb_ddp", "mtb_fsdp"):
+        module = importlib.import_module(package)
+        for name in sorted(module.__all__):
+            value = getattr(module, name)
+            lines.append(f"{package}.{name}{inspect.signature(value)}")
+            lines += [
+                f"  .{method}{inspect.signature(function)}"
+                for method, function in sorted(vars(value).items())
+                if inspect.isfunction(function) and not method.startswith("_")
+            ]
+    compare("plugins.txt", lines)
 
 
 def test_hook_signatures(generate: ModuleType) -> None:

@@ -10,7 +10,8 @@ from .admission import Admission, admit, choose_tokens
 from .exchange import Exchange
 from .experts import Experts
 from .gating import load_balancing_share, probabilities, slot_weights, z_loss_share
-from .permutation import by_own_expert, permute, sort_by_expert, unpermute
+from .passage import Splits, through_experts
+from .permutation import permute, sort_by_expert, unpermute
 from .placement import capacity_per_expert, experts_per_rank
 from .seeds import generator
 from .settings import RouteSettings
@@ -145,22 +146,14 @@ class MoELayer(nn.Module):
         send = [int(part.sum()) for part in per_expert.split(self.per_rank)]
         lap("count_exchange")
 
-        rows = exchange.rows(rows, send, receive.tolist(), "dispatch")
-        order, back = by_own_expert(received, rows.shape[0])
-        rows = rows.index_select(0, order)
-        lap("permute")
-        rows = self.experts(rows, own.tolist())
-        lap("expert")
-        rows = rows.index_select(0, back)
-        lap("unpermute")
-        rows = exchange.rows(rows, receive.tolist(), send, "combine")
-
+        splits = Splits(send, receive.tolist(), own.tolist())
+        rows = through_experts(rows, received, splits, exchange, self.experts)
         output = unpermute(rows, slots, x.shape[0])
         if routed.through is not None:
             output = output + routed.through[:, None] * x
         output = output.to(x.dtype)
         lap("unpermute")
-        return Passed(output, routed.load_balancing, z_loss, routed, per_expert.tolist(), send, receive.tolist())
+        return Passed(output, routed.load_balancing, z_loss, routed, per_expert.tolist(), send, splits.receive)
 
     def _route(self, logits: Tensor, preference: Tensor, total: int) -> _Routed:
         settings = self.settings

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import attrs
 
 
@@ -11,7 +14,7 @@ class RollBack:
 
     reason: str
     before: int
-    leave_out: int
+    leave_out: int | None
 
 
 @attrs.define
@@ -25,42 +28,81 @@ class Requests:
     back: RollBack | None = None
 
 
+def _nothing_to_renew() -> None:
+    """There is no strategy."""
+
+
 class Control:
     """Requests of run plugins to the run. A sink gets none: it only observes.
 
     Any rank may ask, at any time, from any hook or thread; the request of one rank is enough. The ranks agree on it in
     the all-reduce of the step during which it was made, or of the next one. Then all ranks act on it after that step,
-    alike. Of two requests of one kind the first one counts.
+    alike. What is asked in ``mtb_phase`` as a step begins, or before, reaches that step.
+
+    Of two requests of one kind the first one counts, that of the lowest rank. Of several kinds, `stop` goes before
+    `roll_back`, and that before `finish` and `save`, which are void then: what they were about is undone. A signal goes
+    before all of them. A request that did not get its turn is dropped; whoever still wants it asks again, also after a
+    resume.
+
+    Args:
+        renew: what `renew_weights` calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, renew: Callable[[], None] = _nothing_to_renew) -> None:
+        self._renew = renew
+        self._lock = threading.Lock()
         self._requests = Requests()
 
     def finish(self, reason: str) -> None:
-        """End the training as complete: exit reason ``done``, exit code 0; `reason` is the result's ``stop_reason``."""
-        self._requests.finish = self._requests.finish or reason
+        """End the training as complete: a checkpoint (with ``--checkpoint-dir``), exit reason ``done``, code 0.
+
+        `reason` is the result's ``stop_reason``.
+        """
+        with self._lock:
+            self._requests.finish = self._requests.finish or reason
 
     def stop(self, reason: str) -> None:
         """Stop the training, to be resumed: a checkpoint (with ``--checkpoint-dir``), exit reason ``stopped``, code 4."""
-        self._requests.stop = self._requests.stop or reason
+        with self._lock:
+            self._requests.stop = self._requests.stop or reason
 
     def save(self) -> None:
         """Save a checkpoint after the step. Does nothing without ``--checkpoint-dir``."""
-        self._requests.save = True
+        with self._lock:
+            self._requests.save = True
 
     def skip(self, reason: str) -> None:
-        """Leave out the update of the step: its batch is consumed, the weights stay, its record says ``skipped``."""
-        self._requests.skip = self._requests.skip or reason
+        """Leave out the update of the step: its batch is consumed, the weights stay, its record says ``skipped``.
 
-    def roll_back(self, reason: str, *, before: int, leave_out: int = 0) -> None:
-        """Load the newest complete checkpoint of a step below `before`, and leave out the next `leave_out` batches.
+        For what one rank knows. What follows from the step's own loss or gradient norm is known to all ranks, and too
+        late for a request: see ``mtb_before_update``.
+        """
+        with self._lock:
+            self._requests.skip = self._requests.skip or reason
+
+    def roll_back(self, reason: str, *, before: int, leave_out: int | None = None) -> None:
+        """Load this training's newest complete checkpoint of a step below `before`.
 
         Newer checkpoints are put aside under another name, so that no later resume takes them. The run fails on all
         ranks if there is no such checkpoint.
+
+        Args:
+            leave_out: how many batches after the checkpoint's are left out; 0 takes the same ones again. None: all that
+                were taken since, so that the run goes on with data it has not seen.
         """
-        self._requests.back = self._requests.back or RollBack(reason, before, leave_out)
+        with self._lock:
+            self._requests.back = self._requests.back or RollBack(reason, before, leave_out)
+
+    def renew_weights(self) -> None:
+        """Let the strategy derive anew what depends on its tensors, after a run plugin has written into them.
+
+        No request: it acts at once. Called by all ranks alike, between steps or in a wrapper of ``mtb_evaluate``, for it
+        may run collectives.
+        """
+        self._renew()
 
     def take(self) -> Requests:
         """The requests made since the last call. Core calls it once a step."""
-        taken, self._requests = self._requests, Requests()
+        with self._lock:
+            taken, self._requests = self._requests, Requests()
         return taken

@@ -27,6 +27,7 @@ from .descriptions import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     OptimizerInfo,
     RunPluginInfo,
@@ -82,6 +83,10 @@ class DiscoverySpecs:
     @hookspec
     def mtb_schedules(self) -> Sequence[ScheduleInfo]:  # type: ignore[empty-body]
         """Learning-rate schedules for ``--lr-scheduler``."""
+
+    @hookspec
+    def mtb_checkpoint_formats(self) -> Sequence[FormatInfo]:  # type: ignore[empty-body]
+        """Checkpoint formats, for ``--checkpoint-format`` and for whatever reads a checkpoint of that format."""
 
     @hookspec
     def mtb_doctor_checks(self) -> Sequence[DoctorCheck]:  # type: ignore[empty-body]
@@ -163,13 +168,16 @@ class StrategySpecs:
         """Everything of model and optimizer that a checkpoint must hold, as live views in global coordinates.
 
         Called on all ranks before saving and before loading. Optimizer state that is made lazily must be created
-        here, as zeros, so that loading has somewhere to go. No rank may gather what it does not hold.
+        here, as zeros, so that loading has somewhere to go. No rank may gather what it does not hold. Run plugins read
+        the weights through these views from step to step, so they must stay views of what the optimizer updates.
         """
 
     @hookspec(firstresult=True)
     def mtb_state_loaded(self, prepared: Prepared, state: State) -> None:
         """The pieces of `state` have been filled; renew what was derived from them. All ranks, collectives allowed.
 
+        ``state.scalars`` are those that this strategy had saved; empty if the checkpoint is another strategy's. Pieces
+        under ``strategy/NAME/…`` are as they were if the checkpoint has none of them.
         Called when a run resumes and when it goes back to a checkpoint.
         """
 
@@ -196,7 +204,7 @@ class ObserverSpecs:
 
     @hookspec
     def mtb_phase(self, phase: Phase, step: int) -> None:
-        """The rank enters `phase`; `step` is the step that it is at. Called at each change of phase.
+        """The rank enters `phase`; `step` is the step that it is at. Called at each change of phase, and for each step.
 
         A phase lasts until the next one begins. A watchdog can so tell a long save from a hang.
         """
@@ -213,7 +221,16 @@ class ObserverSpecs:
         """Figures of this plugin for the step's record, by name; the mean over all ranks is recorded.
 
         Called once before the first step, to learn the names, and then once a step on all ranks, at the step's
-        agreement. The names must stay the same and be the same on all ranks; None: no figures.
+        agreement. The names must stay the same and be the same on all ranks; None: no figures. Run plugins only.
+        """
+
+    @hookspec
+    def mtb_before_update(self, step: int, loss: float, grad_norm: float) -> str | None:
+        """A reason to leave out the update of `step`; None: none.
+
+        Called once a step on all ranks, before clipping and optimizer, where `loss` and `grad_norm` are finite. They are
+        equal on all ranks, and so must be the answers. A step whose update is left out consumes its batch and counts
+        as skipped. Run plugins only.
         """
 
     @hookspec
@@ -244,16 +261,19 @@ class ObserverSpecs:
     def mtb_plugin_state(self, state: State) -> State | Mapping[str, Any] | None:
         """The state of this sink or run plugin for a checkpoint; None: there is none.
 
-        Called on all ranks for each save, and before loading. JSON values must be equal on all ranks. A plugin that has
-        tensors returns a `State`: its pieces are saved like those of the strategy and filled in place on loading. `state`
-        is the strategy's, so that such pieces can be made in the shape of the model's.
+        Called on all ranks before the first step, also where nothing is saved, for each save, and before loading. JSON
+        values must be equal on all ranks. A plugin that has tensors returns a `State`: its pieces are saved like those
+        of the strategy and filled in place on loading. `state` is the strategy's, so that such pieces can be made in
+        the shape of the model's; its pieces follow the weights from step to step until the next call.
         """
 
     @hookspec
     def mtb_plugin_state_loaded(self, state: Mapping[str, Any]) -> None:
         """The run resumes or goes back; `state` holds the JSON values that this plugin, under the same name, had saved.
 
-        Its pieces, if it has any, have been filled. Called before ``mtb_run_started`` where a run resumes.
+        Its pieces, if it has any, have been filled. Called before ``mtb_run_started`` where a run resumes. Not called
+        where the checkpoint holds nothing of this plugin, because it was not part of the run then: its pieces are as it
+        gave them, and a warning says that it begins anew. The state of a plugin that is not part of the run is left alone.
         """
 
     @hookspec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,6 +83,8 @@ class RunInfo:
         progress: ``progress(fields)`` hands a small JSON-like mapping to whoever owns the terminal; cheap, never
             blocks, does nothing where nobody shows it.
         control: lets a run plugin act on the run; None for sinks.
+        started: when this invocation of ``mtb`` began, on the clock of `time.monotonic`; a restart of the ranks by
+            ``--max-restarts`` does not change it.
     """
 
     config: TrainConfig
@@ -92,3 +95,4 @@ class RunInfo:
     trial: int
     progress: Callable[[dict[str, Any]], None]
     control: Control | None = None
+    started: float = attrs.field(factory=time.monotonic)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from .errors import RunFailed
 from .values import Job, Prepared, State
 from .work import EvaluationWork, Loss, MicroBatch, Shards, StepWork
 
@@ -38,12 +39,16 @@ class Strategy:
         total: Loss | None = None
         last = len(work.micros) - 1
         for micro, inputs, targets, valid in zip(work.micros, work.inputs, work.targets, work.valid, strict=True):
+            done = False
             with work.micro_batch(micro):
                 loss = work.forward(prepared.module, inputs, targets, valid)
                 total = loss.plus(total)
                 if micro.index == last:
                     work.announce(total)
                 work.backward(loss.objective * work.share)
+                done = True
+            if not done:
+                raise RunFailed("The sync context of mtb_micro_batch ended an exception; it must let it pass.")
         assert total is not None
         return total
 

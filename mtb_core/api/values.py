@@ -141,8 +141,9 @@ class ModelSpec:
             vocabulary split over ranks ``"embedding"`` and ``"head"``. ``"dropout"``: an ``nn.Dropout`` on the stream,
             called once a forward. For context parallelism ``"attention"``: causal attention, called with (q, k, v,
             dropout), the first three [batch, heads, length, features]; and a ``"stem"`` must take ``positions``, int64
-            [length], as a keyword. For expert parallelism ``"experts"``: called with [experts, rows, features], and
-            the first dimension of its parameters is the expert.
+            [length], as a keyword. For expert parallelism ``"experts"``: called with (rows, counts): rows
+            [rows, features], those of the first expert first, and counts, int64 [experts] on any device, the rows of
+            each; it gives as many rows. The first dimension of its parameters is the expert.
         chain: qualified names of modules whose composition, in order, is the model's forward. A pipeline cuts the model
             between them. Empty: it cannot be cut.
         metrics: names of the figures that `loss` gives as `Loss.metrics`.
@@ -270,8 +271,9 @@ class State:
     Attributes:
         pieces: this rank's parts by key: ``model/NAME`` for parameters and persistent buffers,
             ``optim/NAME/KEY`` for optimizer state (``exp_avg``, ``exp_avg_sq``, ``step``, …). Replicated tensors are
-            given by every rank. A tied parameter appears once, under its first name.
-        scalars: JSON values, equal on all ranks.
+            given by every rank. A tied parameter appears once, under its first name. State that is a strategy's own
+            has keys ``strategy/NAME/…`` with the strategy's name; other strategies leave it out.
+        scalars: JSON values of the strategy, equal on all ranks.
     """
 
     pieces: Mapping[str, Sequence[Piece]]

@@ -10,6 +10,7 @@ from mtb_core import (
     ConfigError,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     Layout,
     ModelInfo,
     NoOptions,
@@ -96,6 +97,13 @@ def mtb_schedules() -> Sequence[ScheduleInfo]:
         ScheduleInfo("constant", "Always the same rate.", "mtb_core.train.schedule:constant"),
         ScheduleInfo("cosine", "Linear warm-up, then half a cosine.", "mtb_core.train.schedule:cosine"),
     ]
+
+
+@hookimpl
+def mtb_checkpoint_formats() -> Sequence[FormatInfo]:
+    """`safetensors`."""
+    text = "Safetensors files and a JSON index."
+    return [FormatInfo("safetensors", text, "mtb_core.ckpt.safetensors:SafetensorsStorage")]
 
 
 @hookimpl

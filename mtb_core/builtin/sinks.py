@@ -38,7 +38,7 @@ def metrics_line(record: StepRecord) -> str:
     # One test instead of ten: a sum is finite only if all its terms are. An overflow only costs the slower way.
     total = r.loss + r.grad_norm + r.learning_rate + r.data_time_ms + r.forward_backward_ms + r.optimizer_step_ms
     total += r.step_time_ms + r.checkpoint_time_ms + r.memory_mib + (r.param_norm or 0.0)
-    if not math.isfinite(total) or r.metrics:
+    if r.metrics or not math.isfinite(total):
         return _line_with_nulls(record)
     return (
         f'{{"global_step": {r.global_step}, "loss": {r.loss}, "grad_norm": {r.grad_norm}, '
@@ -48,7 +48,7 @@ def metrics_line(record: StepRecord) -> str:
         f'"valid_tokens": {r.valid_tokens}, "data_time_ms": {r.data_time_ms}, '
         f'"forward_backward_ms": {r.forward_backward_ms}, "optimizer_step_ms": {r.optimizer_step_ms}, '
         f'"step_time_ms": {r.step_time_ms}, "checkpoint_time_ms": {r.checkpoint_time_ms}, '
-        f'"memory_mib": {r.memory_mib}, "warmup": {_BOOLEAN[r.warmup]}, "time": "{r.time}"}}\n'
+        f'"memory_mib": {r.memory_mib}, "warmup": {_BOOLEAN[r.warmup]}, "time": "{r.time}", "metrics": {{}}}}\n'
     )
 
 
@@ -58,9 +58,7 @@ def _line_with_nulls(record: StepRecord) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             fields[name] = None
             fields["nonfinite"] = True
-    fields["metrics"] = {n: v if math.isfinite(v) else None for n, v in record.metrics.items()}
-    if not record.metrics:
-        del fields["metrics"]
+    fields["metrics"] = {name: _finite(value) for name, value in record.metrics.items()}
     return json.dumps(fields, allow_nan=False) + "\n"
 
 
@@ -159,7 +157,8 @@ class ConsoleSink:
     - ``start``: ``first_step``, ``last_step``, ``trial``;
     - ``step``: ``step``, ``loss`` (null if not finite), ``tokens_per_sec`` (valid tokens of the global batch against
       this rank's step times, since the message before; null if no time passed), ``warmup``, ``nonfinite``,
-      ``skipped``; the first step, the last, those that are not finite, and of the others at most ten a second;
+      ``skipped``, ``metrics`` (by name, null if not finite); the first step, the last, those that are not finite, and
+      of the others at most ten a second;
     - ``eval``: ``step``, ``eval_loss`` (null if not finite);
     - ``finish``: ``exit_reason``.
     """
@@ -218,6 +217,7 @@ class ConsoleSink:
             "warmup": record.warmup,
             "nonfinite": record.nonfinite,
             "skipped": record.skipped,
+            "metrics": {name: _finite(value) for name, value in record.metrics.items()},
         }
         info.progress(fields)
         self._pending = None

@@ -6,7 +6,8 @@ Tensors are compared in global coordinates, so it does not matter how many ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import attrs
@@ -19,8 +20,9 @@ from .layout import DamagedCheckpoint, dump_json
 from .opened import Opened, read_rng
 from .tensors import TensorFiles
 
-#: Sections of tensors, with the prefix of their keys, and sections of JSON values.
+#: Sections of tensors, with the prefix of their keys: every other tensor is in `OTHER_TENSORS`. Sections of JSON values.
 TENSOR_SECTIONS = {"model": "model/", "optimizer": "optim/"}
+OTHER_TENSORS = "other_tensors"
 JSON_SECTIONS = ("scheduler", "train_state", "data")
 
 
@@ -59,9 +61,10 @@ class Section:
 def compare_checkpoints(left: Opened, right: Opened, tolerance: float | None = None) -> dict[str, Any]:
     """Compare two opened checkpoints section by section.
 
-    `exact_match` says that all sections are equal to the bit. `matches` is the same without a `tolerance`. With one,
-    tensors of model and optimizer match where ``max|left - right| <= tolerance * max(|left|)`` for each tensor, the
-    other sections must be equal, and random state does not count where the world sizes differ.
+    `exact_match` says that all sections are equal to the bit, with every tensor of both sides in one of them.
+    `matches` is the same without a `tolerance`. With one, tensors match if ``max|left - right| <= tolerance *
+    max(|left|)`` for each tensor, the other sections must be equal, and random state does not count if the world
+    sizes differ. `not_compared` lists sections of plugins that only one side has.
 
     Returns:
         A JSON value; see ``docs/checkpoints.md``.
@@ -72,13 +75,16 @@ def compare_checkpoints(left: Opened, right: Opened, tolerance: float | None = N
     digests: dict[str, dict[str, str | None]] = {"left": {}, "right": {}}
     sections: dict[str, Section] = {}
     with left.tensors() as one, right.tensors() as other:
-        for name, prefix in TENSOR_SECTIONS.items():
-            sections[name] = _compare_tensors(one, other, prefix, tolerance, digests, name)
+        for name, keys in _tensor_sections(left.entries.keys() | right.entries.keys()).items():
+            sections[name] = _compare_tensors(one, other, keys, tolerance, digests, name)
     _param_groups(sections["optimizer"], left.sections.get("optimizer"), right.sections.get("optimizer"))
     for name in JSON_SECTIONS:
         sections[name] = _compare_json(name, left.sections.get(name), right.sections.get(name), digests)
-    # What else there is (plugins, loss scaler, a strategy's scalars) counts where both sides have it.
-    named = {*TENSOR_SECTIONS, *JSON_SECTIONS}
+    if left.sections.get("scalars") or right.sections.get("scalars"):  # a strategy's own state, none in older formats
+        one_side, other_side = (dict(side.sections.get("scalars") or {}) for side in (left, right))
+        sections["scalars"] = _compare_json("scalars", one_side, other_side, digests)
+    # What else there is (plugins, loss scaler) counts where both sides have it.
+    named = {*TENSOR_SECTIONS, *JSON_SECTIONS, "scalars"}
     further = sorted(n for n in left.sections.keys() | right.sections.keys() if n not in named)
     for name in further:
         if left.sections.get(name) and right.sections.get(name):
@@ -110,18 +116,25 @@ def compare_checkpoints(left: Opened, right: Opened, tolerance: float | None = N
     }
 
 
+def _tensor_sections(keys: AbstractSet[str]) -> dict[str, list[str]]:
+    """All of `keys`, sorted, by section; what is neither the model's nor the optimizer's is there if there is any."""
+    out = {name: sorted(key for key in keys if key.startswith(prefix)) for name, prefix in TENSOR_SECTIONS.items()}
+    others = sorted(keys - {key for named in out.values() for key in named})
+    return {**out, OTHER_TENSORS: others} if others else out
+
+
 def _compare_tensors(
     left: TensorFiles,
     right: TensorFiles,
-    prefix: str,
+    keys: Sequence[str],
     tolerance: float | None,
     digests: dict[str, dict[str, str | None]],
     name: str,
 ) -> Section:
-    """All tensors whose key starts with `prefix`; also the digest of each side's content, whatever its sharding."""
+    """The tensors `keys`; also the digest of each side's content, whatever its sharding."""
     section = Section(within_tolerance=None if tolerance is None else True)
     hashes = xxhash.xxh3_128(), xxhash.xxh3_128()
-    for key in sorted(k for k in left.entries.keys() | right.entries.keys() if k.startswith(prefix)):
+    for key in keys:
         section.compared += 1
         present = [side for side in (left, right) if key in side.entries]
         for side, digest in zip((left, right), hashes, strict=True):

@@ -25,23 +25,8 @@ CARRIERS: dict[str, str] = {
     "complex128": "<c16",
 }
 
-#: The class names under which torch pickles storages.
-STORAGES: dict[str, str] = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-
-_SAFETENSORS = {
+#: What the safetensors format calls them; it has no name for complex128.
+SAFETENSORS: dict[str, str] = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -69,15 +54,6 @@ def carrier(dtype: str) -> np.dtype[np.generic]:
 def item_bytes(dtype: str) -> int:
     """Bytes of one element."""
     return carrier(dtype).itemsize
-
-
-def safetensors_name(dtype: str) -> str:
-    """What the safetensors format calls `dtype`.
-
-    Raises:
-        KeyError: it has no name for it.
-    """
-    return _SAFETENSORS[dtype]
 
 
 def as_numbers(values: np.ndarray, dtype: str) -> np.ndarray:

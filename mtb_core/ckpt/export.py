@@ -1,7 +1,6 @@
 """Weights of a checkpoint as safetensors, for plain PyTorch and everybody else; torch-free, streaming.
 
-The format: eight bytes little-endian length of a JSON header, the header (name to dtype, shape, data_offsets), then
-the elements row by row. https://huggingface.co/docs/safetensors
+Unlike in the files of a checkpoint, weights are whole here, under their plain names, and nothing else is there.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from typing import Any
 from mtb_core.api.errors import ConfigError
 
 from .catalog import is_ready
-from .dtypes import safetensors_name
+from .dtypes import SAFETENSORS
 from .layout import TEMPORARY, step_of
-from .metadata import TensorEntry
 from .opened import Opened
+from .safetensors import alignment_of, header_bytes
 from .tensors import TensorFiles
 
 _PREFIX = "model/"
@@ -43,11 +42,9 @@ def export_safetensors(opened: Opened, output: Path, most_bytes: int | None = No
     """
     names = sorted(key for key in opened.entries if key.startswith(_PREFIX))
     for key in names:
-        try:
-            safetensors_name(opened.entries[key].dtype)
-        except KeyError:
+        if opened.entries[key].dtype not in SAFETENSORS:
             msg = f"{key} is {opened.entries[key].dtype}, which the safetensors format does not know; it cannot be exported."
-            raise ConfigError(msg) from None
+            raise ConfigError(msg)
     refuse_in_checkpoint(output)
     with writing(output):
         if output.exists() and (most_bytes is None or not output.is_dir() or any(output.iterdir())):
@@ -116,31 +113,25 @@ def _write_sharded(stored: TensorFiles, names: Sequence[str], folder: Path, most
 
 
 def _write(stored: TensorFiles, names: Sequence[str], path: Path) -> None:
-    header = _header({key: stored.entries[key] for key in names})
+    ordered = sorted(names, key=lambda key: -alignment_of(stored.entries[key].nbytes))
+    described, end = {}, 0
+    for key in ordered:
+        entry, start = stored.entries[key], end
+        end += entry.nbytes
+        described[key.removeprefix(_PREFIX)] = {
+            "dtype": SAFETENSORS[entry.dtype],
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        }
+    header = header_bytes(described, {"format": "pt"})
 
     def body(file: Any) -> None:
-        file.write(len(header).to_bytes(8, "little"))
         file.write(header)
-        for key in names:
+        for key in ordered:
             for _, block in stored.blocks(key):
                 file.write(block.data)
 
     _replace(path, body)
-
-
-def _header(entries: Mapping[str, TensorEntry]) -> bytes:
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for key, entry in entries.items():
-        end = at + entry.nbytes
-        described[key.removeprefix(_PREFIX)] = {
-            "dtype": safetensors_name(entry.dtype),
-            "shape": list(entry.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # so that the elements start at a multiple of eight
 
 
 def _replace(path: Path, body: Any) -> None:

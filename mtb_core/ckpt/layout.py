@@ -20,8 +20,9 @@ READY = "READY"
 MANIFEST = "manifest.json"
 README = "README.md"
 STATE = "state.json"
-METADATA = ".metadata"
 RNG_FOLDER = "rng"
+#: First part of the key of a run plugin's tensor, ``plugins/NAME/KEY``.
+PLUGINS = "plugins"
 TEMPORARY = ".tmp-"
 
 #: The manifest of the older layouts, versions 1 and 2.
@@ -86,11 +87,6 @@ def is_temporary(name: str) -> bool:
 def rng_name(rank: int) -> str:
     """Where the random state of `rank` lies in a checkpoint."""
     return f"{RNG_FOLDER}/rank_{rank:05d}.json"
-
-
-def shard_name(rank: int) -> str:
-    """Where the tensors that `rank` wrote lie in a checkpoint."""
-    return f"__{rank}_0.distcp"
 
 
 def parse_json(text: bytes) -> Any:

@@ -13,11 +13,12 @@ import torch
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import Piece, RankContext, State
 from mtb_core.ranks.buffers import without_repeats
+from mtb_core.registry.discovery import Registry
 
 from . import files
 from .dtypes import carrier
 from .group import SaverGroup
-from .layout import RNG_FOLDER, dump_json
+from .layout import PLUGINS, RNG_FOLDER, dump_json
 from .opened import Opened, open_checkpoint, read_rng
 from .rng import reseed, restore_rng
 from .tensors import TensorFiles
@@ -63,35 +64,66 @@ class Loaded:
 
 
 def load_checkpoint(
-    path: Path, state: State, ctx: RankContext, group: SaverGroup, *, allow_missing_rng: bool
+    path: Path,
+    state: State,
+    ctx: RankContext,
+    group: SaverGroup,
+    *,
+    allow_missing_rng: bool,
+    registry: Registry | None,
 ) -> Loaded:
     """See `CheckpointManager.load`."""
     what = f"The checkpoint {path} cannot be resumed"
     advice = f"Resume from another one; `mtb checkpoint verify {path}` lists everything that is wrong with it."
-    opened = group.agreed(what, lambda: open_checkpoint(path), advice=advice)
+    opened = group.agreed(what, lambda: open_checkpoint(path, registry), advice=advice)
     everyone = group.gather((files.digest_bytes(dump_json(dict(opened.values))), [*state.pieces]))
     if any(digest != everyone[0][0] for digest, _ in everyone):
         raise RunFailed(f"{what}: the ranks see different files there; all ranks need one shared folder.")
     wanted = {key for _, keys in everyone for key in keys}
-    group.agreed(what, lambda: check_keys(opened, state, wanted))
+    apart = group.agreed(what, lambda: check_keys(opened, state, wanted))
     group.agreed(what, lambda: _check_share(opened, ctx, random_too=not allow_missing_rng), advice=advice)
     rng, origin, reason = _random_state(opened, ctx, group, allow_missing=allow_missing_rng)
     group.agreed(what, lambda: _fill(opened, state), advice=advice)
+    owners = ", ".join(sorted(owner for owner in apart if not owner.startswith(f"{PLUGINS}/")))
+    if owners:
+        left_out = f"only one side has state of {owners}"
+        reason = "; ".join(filter(None, [reason, left_out]))
+        if ctx.rank == 0:
+            log.warning("Not a deterministic continuation: %s.", left_out)
+    for owner in sorted(apart & {owner_of(key) for key in opened.entries}) if ctx.rank == 0 else ():
+        log.warning("%s has tensors of %s, which is not part of this run; they are left alone.", path, owner)
     values, stated = opened.values, (bool(opened.values["deterministic"]), opened.values["determinism_reason"])
     deterministic, why = (False, reason) if reason else stated
     return Loaded(path, opened.version, values, opened.sections, rng, origin, deterministic, why)
 
 
-def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
+def check_keys(opened: Opened, state: State, wanted: set[str]) -> set[str]:
     """Refuse a checkpoint whose tensors are not exactly those that the training has.
 
-    `wanted` are the keys of all ranks, `state` is this rank's.
+    A strategy and a run plugin may have tensors of their own (``strategy/NAME/…``, ``plugins/NAME/…``). If one of the two
+    sides has nothing at all of the same owner, they are left alone: a run plugin that is new in this training begins
+    with its tensors as they are, and those of one that is not part of it any more are not loaded.
+
+    Args:
+        opened: the checkpoint.
+        state: this rank's pieces.
+        wanted: the keys of all ranks.
+
+    Returns:
+        The owners of tensors that only one side has.
 
     Raises:
         RunFailed: lists what is missing, unexpected, of another shape or of another dtype.
     """
     problems = []
-    missing, unexpected = sorted(wanted - opened.entries.keys()), sorted(opened.entries.keys() - wanted)
+    stored = opened.entries.keys()
+    there, here = ({owner for key in keys if (owner := owner_of(key))} for keys in (stored, wanted))
+    # A run plugin whose JSON values were saved was part of the run, so its tensors must be there as well.
+    took_part = {f"{PLUGINS}/{name}" for name in opened.sections.get("plugins") or {}}
+    apart = {owner for owner in there ^ here if owner in there or owner not in took_part}
+    missing, unexpected = (
+        sorted(key for key in keys if owner_of(key) not in apart) for keys in (wanted - stored, stored - wanted)
+    )
     if missing:
         problems.append(f"missing in it: {_names(missing)}")
     if unexpected:
@@ -115,6 +147,14 @@ def check_keys(opened: Opened, state: State, wanted: set[str]) -> None:
             f"its tensors do not fit this training: {'; '.join(problems)}. The model, the optimizer and the precision "
             "must be those that it was saved with"
         )
+    return apart
+
+
+def owner_of(key: str) -> str | None:
+    """``strategy/NAME`` or ``plugins/NAME``, whose tensor `key` is; None: the model's, the optimizer's or a loop's."""
+    kind, _, rest = key.partition("/")
+    name, _, own = rest.partition("/")
+    return f"{kind}/{name}" if kind in {"strategy", PLUGINS} and own else None
 
 
 def _names(names: Sequence[str]) -> str:
@@ -163,7 +203,7 @@ def _random_state(
 def _fill(opened: Opened, state: State) -> None:
     with opened.tensors() as stored, torch.no_grad():
         for key, pieces in state.pieces.items():
-            for piece in pieces:
+            for piece in pieces if key in opened.entries else ():  # see `check_keys`
                 _fill_piece(stored, key, piece)
 
 

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from mtb_core.api.errors import MtbError, RunFailed
 from mtb_core.api.values import RankContext, State
+from mtb_core.registry.discovery import Registry
 
 from . import catalog, files, publish
 from .group import SaverGroup, surrounding_context
@@ -33,6 +34,7 @@ from .loading import Loaded, load_checkpoint
 from .manifest import with_counts
 from .rng import capture_rng
 from .saving import Request, Saver, Snapshot
+from .storage import DEFAULT_FORMAT, provider_of, storage_named
 
 
 class CheckpointManager:
@@ -48,6 +50,8 @@ class CheckpointManager:
         published: ``published(path, step)``, called on each rank in the caller's thread when that rank has learnt
             that the checkpoint is durable.
         timeout_s: how long ranks wait for each other in a save.
+        format_name: the checkpoint format to write, see `mtb_core.ckpt.storage`. What is loaded names its own.
+        registry: the plugins in which formats are looked for; None: all that are installed.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class CheckpointManager:
         fault_point: Callable[[str], None] = lambda _: None,
         published: Callable[[Path, int], None] = lambda _path, _step: None,
         timeout_s: float = 1800.0,
+        format_name: str = DEFAULT_FORMAT,
+        registry: Registry | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.ctx = ctx if ctx is not None else surrounding_context()
@@ -68,8 +74,16 @@ class CheckpointManager:
         self.last_published: Path | None = None
         self._published = published
         self._group = SaverGroup(self.ctx, timeout_s)
+        self._registry = registry
         self._saver = Saver(
-            self.folder, self.ctx, self._group, keep_last=keep_last, keep_every=keep_every, fault_point=fault_point
+            self.folder,
+            self.ctx,
+            self._group,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            fault_point=fault_point,
+            storage=storage_named(format_name, registry),
+            meta={"storage": format_name, "storage_distribution": provider_of(format_name, registry)},
         )
         self._in_flight: _Flight | None = None
         #: Whether this training is the original one to the bit, and why not; goes into every checkpoint.
@@ -232,23 +246,37 @@ class CheckpointManager:
                 dtype, or random state missing or damaged (unless `allow_missing_rng`). After a failure the pieces
                 may be partly filled.
         """
+        found = catalog.followed(Path(path))
         loaded = load_checkpoint(
-            catalog.followed(Path(path)), state, self.ctx, self._group, allow_missing_rng=allow_missing_rng
+            found, state, self.ctx, self._group, allow_missing_rng=allow_missing_rng, registry=self._registry
         )
         self.determinism = (loaded.deterministic, loaded.determinism_reason)
         return loaded
 
-    def newest_below(self, step: int) -> Path | None:
-        """The complete checkpoint of the highest step below `step`; None if there is none. All ranks, same answer."""
-        ready = [found.path for found in catalog.list_steps(self.folder) if found.ready and found.step < step]
-        return self._group.from_rank_zero(ready[-1] if ready else None)
+    def newest(self, wanted: Callable[[int], bool]) -> Path | None:
+        """The READY checkpoint of the highest step that is `wanted`, as rank 0 sees it; None if there is none."""
 
-    def put_aside(self, *, after: int) -> None:
-        """Put the checkpoints of steps above `after` under other names, so that none of them is resumed from. All ranks."""
-        self._group.together(
+        def look() -> Path | None:
+            if self.ctx.rank:
+                return None
+            steps = reversed(catalog.list_steps(self.folder))
+            return next((found.path for found in steps if found.ready and wanted(found.step)), None)
+
+        return self._group.together(f"The checkpoints in {self.folder} could not be listed", look)[0]
+
+    def put_aside(self, *, after: int) -> list[str]:
+        """Give the checkpoints of steps above `after` other names, so that none of them is resumed from.
+
+        Returns:
+            These names.
+
+        Raises:
+            RunFailed: on all ranks.
+        """
+        return self._group.together(
             f"The checkpoints after step {after} could not be put aside",
-            lambda: [str(p) for p in publish.put_aside_after(self.folder, after)] if self.ctx.rank == 0 else [],
-        )
+            lambda: [path.name for path in publish.put_aside_after(self.folder, after)] if self.ctx.rank == 0 else [],
+        )[0]
 
     def ready_steps(self) -> list[int]:
         """Steps of the READY checkpoints in the folder, ascending."""

@@ -14,8 +14,9 @@ import attrs
 from . import files
 from .layout import MANIFEST, READY, SMALL_FILE_BYTES, DamagedCheckpoint, dump_json, parse_json
 
-#: Format that is written. See `mtb_core.ckpt.versions` for the older ones that are read.
-FORMAT_VERSION = 3
+#: Format that is written. Format 3 is the same but for ``storage``. See `mtb_core.ckpt.versions` for 1 and 2.
+FORMAT_VERSION = 4
+OLDEST_VERSION = 3
 
 #: What a manifest says where a caller of `CheckpointManager.save` did not.
 UNSAID: Mapping[str, Any] = {
@@ -26,7 +27,11 @@ UNSAID: Mapping[str, Any] = {
     "config": {},
     "config_fingerprint": "unknown",
     "plugins": [],
+    "storage_distribution": None,
 }
+
+#: Format of the tensors where the manifest names none, before version 4.
+OLD_FORMAT, OLD_DISTRIBUTION = "dcp", "mtb-dcp"
 
 #: Keys that every manifest has, with their types; whole numbers are counts, so not negative.
 _REQUIRED: dict[str, tuple[type, ...]] = {
@@ -45,6 +50,9 @@ _REQUIRED: dict[str, tuple[type, ...]] = {
     "deterministic": (bool,),
     "determinism_reason": (str, type(None)),
 }
+#: What manifests have besides since format 4: the checkpoint format of the tensors (see `mtb_core.ckpt.storage`), and
+#: the distribution that it came with.
+_SINCE_4: dict[str, tuple[type, ...]] = {"storage": (str,), "storage_distribution": (str, type(None))}
 _COUNTS = ("global_step", "samples_seen", "tokens_seen")
 
 #: No count is larger (the longest name of a step has 18 digits).
@@ -80,6 +88,13 @@ class Manifest:
     def world_size(self) -> int:
         """Number of ranks that wrote it."""
         return int(self.values["world_size"])
+
+    @property
+    def storage(self) -> tuple[str, str | None]:
+        """The checkpoint format of its tensors, and the distribution that has it, as far as that is known."""
+        if self.values["format_version"] < FORMAT_VERSION:
+            return OLD_FORMAT, OLD_DISTRIBUTION
+        return str(self.values["storage"]), self.values["storage_distribution"]
 
     def to_bytes(self) -> bytes:
         """Content of ``manifest.json``."""
@@ -148,8 +163,10 @@ def _parse(values: Any) -> Manifest:
             f"its format version {version} is newer than {FORMAT_VERSION}, the newest known here; update mtb-core"
         )
     check_values(values)
-    if version != FORMAT_VERSION:
-        raise ValueError(f"its format version is {version}; {FORMAT_VERSION} is expected in {MANIFEST}")
+    if values["format_version"] < OLDEST_VERSION:
+        raise ValueError(
+            f"its format version is {version}; {OLDEST_VERSION} to {FORMAT_VERSION} are expected in {MANIFEST}"
+        )
     if values.get("digest_algorithm") != files.ALGORITHM:
         raise ValueError(f"its digests are by {values.get('digest_algorithm')!r}; known here: {files.ALGORITHM}")
     listed = values.pop("files", None)
@@ -166,7 +183,8 @@ def check_values(values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: one is not; names its key.
     """
-    for key, kinds in _REQUIRED.items():
+    required = {**_REQUIRED, **(_SINCE_4 if values.get("format_version") == FORMAT_VERSION else {})}
+    for key, kinds in required.items():
         if type(values.get(key)) not in kinds or key not in values:
             raise ValueError(f"the value of {key!r} is missing or of the wrong type")
         if int in kinds:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from . import files
+from .entries import TensorEntry
 from .layout import (
     MANIFEST,
-    METADATA,
     README,
     SMALL_FILE_BYTES,
     STATE,
@@ -21,14 +21,24 @@ from .layout import (
     name_problem,
     parse_json,
     rng_name,
-    shard_name,
 )
-from .manifest import FORMAT_VERSION, FileEntry, Manifest, check_sections, read_manifest, reading
-from .metadata import TensorEntry, parse_metadata
+from .manifest import (
+    OLD_DISTRIBUTION,
+    OLD_FORMAT,
+    OLDEST_VERSION,
+    FileEntry,
+    Manifest,
+    check_sections,
+    read_manifest,
+    reading,
+)
+from .storage import Storage, storage_named
 from .tensors import TensorFiles
 
-#: Largest ``.metadata`` and largest random state that are read.
-METADATA_BYTES = 1 << 30
+if TYPE_CHECKING:
+    from mtb_core.registry.discovery import Registry
+
+#: Largest random state that is read.
 RNG_BYTES = 1 << 20
 
 
@@ -38,6 +48,7 @@ class Opened:
 
     Attributes:
         version: its format version.
+        storage: the checkpoint format of its tensors.
         values: the manifest without the list of files.
         manifest: None for the older formats, which list no files.
         sections: content of ``state.json``; None for a section that this format has not.
@@ -46,6 +57,7 @@ class Opened:
 
     path: Path
     version: int
+    storage: Storage
     values: Mapping[str, Any]
     manifest: Manifest | None
     sections: Mapping[str, Any]
@@ -63,7 +75,7 @@ class Opened:
 
     def tensors(self) -> TensorFiles:
         """Reader of the tensors, to be used as a context manager."""
-        return TensorFiles(self.path, self.entries)
+        return self.storage.reader(self.path, self.entries)
 
     def check_files(self, names: Sequence[str]) -> None:
         """Compare size and digest of the files `names` with the manifest.
@@ -76,34 +88,37 @@ class Opened:
             _check_file(self.path, name, self.manifest.files[name])
 
 
-def open_checkpoint(path: Path) -> Opened:
-    """Read the small files of the checkpoint at `path`: manifest, ``state.json``, ``.metadata``.
+def open_checkpoint(path: Path, registry: Registry | None = None) -> Opened:
+    """Read the small files of the checkpoint at `path`: manifest, ``state.json``, index of the tensors.
+
+    Args:
+        path: the step folder.
+        registry: the plugins in which its checkpoint format is looked for; None: all that are installed.
 
     Raises:
         DamagedCheckpoint: one of them is missing or not what was published.
+        PluginError: no plugin has the format of its tensors.
     """
     if is_legacy(path):
         from .versions import open_legacy  # noqa: PLC0415  (builds on this module)
 
-        return open_legacy(path)
+        return open_legacy(path, storage_named(OLD_FORMAT, registry, OLD_DISTRIBUTION))
     manifest = read_manifest(path)
     if problem := name_problem(path, manifest.step):
         raise DamagedCheckpoint(path, MANIFEST, problem)
-    for name in required_files(manifest.world_size):
-        if name not in manifest.files:
-            raise DamagedCheckpoint(path, MANIFEST, f"it does not list {name}")
-    opened = Opened(path, int(manifest.values["format_version"]), manifest.values, manifest, {}, {})
-    opened.check_files([STATE, METADATA])
+    storage = storage_of(manifest, registry)
+    for name in unlisted(manifest, storage):
+        raise DamagedCheckpoint(path, MANIFEST, f"it does not list {name}")
+    opened = Opened(path, int(manifest.values["format_version"]), storage, manifest.values, manifest, {}, {})
+    opened.check_files([STATE, *storage.index_files])
     sections = read_json(path, STATE)
     with reading(path, STATE):
         check_sections(sections, manifest.step)
-    entries, others = read_entries(path)
-    if others:
-        raise DamagedCheckpoint(path, METADATA, f"it has entries that are not tensors: {', '.join(others[:3])}")
+    entries = storage.entries(path)
     strange = {c.file for e in entries.values() for c in e.chunks} - manifest.files.keys()
     if strange:
         raise DamagedCheckpoint(
-            path, METADATA, f"it refers to files that the manifest does not list: {sorted(strange)}"
+            path, storage.index_files[0], f"it refers to files that the manifest does not list: {sorted(strange)}"
         )
     return attrs.evolve(opened, sections=sections, entries=entries)
 
@@ -114,7 +129,7 @@ def read_rng(opened: Opened, rank: int) -> Mapping[str, Any]:
     Raises:
         DamagedCheckpoint: missing, damaged, or of format 1, which has none.
     """
-    if opened.version < FORMAT_VERSION:
+    if opened.version < OLDEST_VERSION:
         from .versions import legacy_rng  # noqa: PLC0415  (builds on this module)
 
         return legacy_rng(opened.path, rank)
@@ -122,10 +137,21 @@ def read_rng(opened: Opened, rank: int) -> Mapping[str, Any]:
     return read_json(opened.path, rng_name(rank), RNG_BYTES)
 
 
-def required_files(world_size: int) -> list[str]:
-    """What a checkpoint of so many ranks has at least, besides the manifest and ``READY``."""
-    ranks = range(world_size)
-    return [METADATA, STATE, README, *(shard_name(r) for r in ranks), *(rng_name(r) for r in ranks)]
+def storage_of(manifest: Manifest, registry: Registry | None = None) -> Storage:
+    """The checkpoint format of a checkpoint's tensors.
+
+    Raises:
+        PluginError: no plugin in `registry` (None: of those installed) has it.
+    """
+    name, distribution = manifest.storage
+    return storage_named(name, registry, distribution)
+
+
+def unlisted(manifest: Manifest, storage: Storage) -> list[str]:
+    """What the manifest should list, besides itself and ``READY``, and does not."""
+    ranks = range(manifest.world_size)
+    required = [*storage.index_files, STATE, README, *map(storage.file, ranks), *map(rng_name, ranks)]
+    return [name for name in required if name not in manifest.files]
 
 
 def file_problem(path: Path, name: str, manifest: Manifest) -> str | None:
@@ -161,14 +187,3 @@ def read_json(path: Path, name: str, limit: int = SMALL_FILE_BYTES) -> dict[str,
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")  # noqa: TRY004  (a wrong type in a file is a wrong value)
         return values
-
-
-def read_entries(path: Path) -> tuple[Mapping[str, TensorEntry], tuple[str, ...]]:
-    """The tensors in ``.metadata``, and the keys of what is not a tensor there.
-
-    Raises:
-        DamagedCheckpoint: missing, unreadable, or not an index of tensors.
-    """
-    with reading(path, METADATA):
-        index = parse_metadata(files.read_small(path, METADATA, METADATA_BYTES))
-    return index.tensors, index.others

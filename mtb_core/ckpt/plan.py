@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import attrs
-
-from .dtypes import CARRIERS, item_bytes
-from .metadata import check_tiling
+from .entries import Part, check_tiling
 
 
-@attrs.frozen
-class Part:
-    """The description of a `Piece`: key, dtype as torch names it, global shape, offset and local sizes."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return math.prod(self.sizes) * item_bytes(self.dtype)
-
-
-def assign(by_rank: Sequence[Sequence[Part]]) -> list[list[int]]:
-    """For each rank, the indices of those of its own parts that it writes.
+def assign(by_rank: Sequence[Sequence[Part]], dtypes: Collection[str]) -> list[list[int]]:
+    """For each rank, the indices of those of its own parts that it writes; `dtypes` are those that can be stored.
 
     Every element of every tensor is written exactly once. What several ranks hold is spread so that all write about
     the same number of bytes; the result is the same wherever it is computed.
 
     Raises:
-        ValueError: ranks contradict each other about a tensor, or its parts do not make it up; names the key.
+        ValueError: ranks contradict each other about a tensor, or its parts do not make it up, or it has a dtype or a
+            key that cannot be stored; names the key.
     """
     holders: dict[Part, list[tuple[int, int]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, parts in enumerate(by_rank):
         for index, part in enumerate(parts):
-            if part.dtype not in CARRIERS:
-                raise ValueError(f"{part.key!r} on rank {rank} has the dtype {part.dtype}, which has no place in it")
+            if part.dtype not in dtypes:
+                raise ValueError(
+                    f"{part.key!r} on rank {rank} is {part.dtype}, which the checkpoint format cannot store; it can "
+                    f"store {', '.join(sorted(dtypes))}"
+                )
+            _check_key(part.key)
             kind = kinds.setdefault(part.key, (part.dtype, part.shape))
             if kind != (part.dtype, part.shape):
                 raise ValueError(
@@ -61,3 +47,10 @@ def assign(by_rank: Sequence[Sequence[Part]]) -> list[list[int]]:
         chosen[rank].append(index)
         load[rank] += part.nbytes
     return [sorted(indices) for indices in chosen]
+
+
+def _check_key(key: str) -> None:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{key!r} has half of a surrogate pair in it, which no file can hold") from None

@@ -12,8 +12,7 @@ Written by MiniTrainBench on {created_at} (UTC) with strategy `{strategy}` on {w
 
 - `manifest.json` lists every file with its size and digest; `READY` names the digest of the manifest and was written
   last. Without a fitting `READY` this folder is not a checkpoint. `mtb checkpoint verify FOLDER` checks everything.
-- `.metadata` and `__*.distcp` hold the tensors of model and optimizer in the format of
-  `torch.distributed.checkpoint`; nothing in them needs unpickling of code.
+- {storage_readme}
 - `state.json` holds schedule, train state, data position and the plugins' state; `rng/` the random state of each rank;
   `metrics/`, where present, the metric lines so far.
 
@@ -27,8 +26,12 @@ Deterministic continuation of the original run: {deterministic}.
 """
 
 
-def readme_text(values: Mapping[str, Any]) -> str:
-    """The text, from the manifest's values; what a caller did not give is "unknown"."""
+def readme_text(values: Mapping[str, Any], storage_readme: str) -> str:
+    """The text, from the manifest's values; what a caller did not give is "unknown".
+
+    Args:
+        storage_readme: Markdown on the files of tensors, see `mtb_core.ckpt.storage`.
+    """
     shown = {
         "created_at": "unknown date",
         "strategy": "unknown",
@@ -37,6 +40,7 @@ def readme_text(values: Mapping[str, Any]) -> str:
         "tokens_seen": "an unknown number of",
         "config_fingerprint": "unknown",
         **values,
+        "storage_readme": storage_readme,
     }
     shown["deterministic"] = "yes" if values["deterministic"] else f"no ({values['determinism_reason']})"
     return _TEXT.format_map(shown)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtb_core.api.errors import ConfigError
-from mtb_core.config import TrainConfig
+from mtb_core.config import TrainConfig, config_values
 from mtb_core.config.schema import option_name, settings
 
 
@@ -14,7 +14,7 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequ
     """Compare the settings that decide what is trained.
 
     Args:
-        saved: the checkpoint's ``config``.
+        saved: the checkpoint's ``config``; a setting that it has not counts as having its default.
         now: the resolved settings of this run, written as the checkpoint's are.
         allowed: settings that may differ (``--allow-config-change``), with ``_`` or ``-``.
 
@@ -31,10 +31,11 @@ def check_config(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequ
             f"--allow-config-change {strange[0]}: there is no such setting that decides what is trained. "
             f"Valid: {', '.join(sorted(known))}."
         )
+    then = {**config_values(TrainConfig()), **saved}  # a setting that is newer than the checkpoint had its default
     changes = {
-        name: {"saved": saved.get(name), "now": now.get(name)}
+        name: {"saved": then.get(name), "now": now.get(name)}
         for name in sorted(known)
-        if saved.get(name) != now.get(name)
+        if then.get(name) != now.get(name)
     }
     refused = {name: change for name, change in changes.items() if name not in accepted}
     if refused:

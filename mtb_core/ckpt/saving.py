@@ -13,14 +13,15 @@ from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import Piece, RankContext, State
 
 from . import files, publish
+from .entries import Chunk, Part, TensorEntry
 from .group import SaverGroup, Trouble
-from .image import Image, make_image, metadata_bytes
-from .layout import METADATA, README, RNG_FOLDER, STATE, dump_json, rng_name, shard_name
+from .image import Image, make_image
+from .layout import README, RNG_FOLDER, STATE, dump_json, rng_name
 from .manifest import FORMAT_VERSION, UNSAID, FileEntry, Manifest, check_sections, check_values
-from .metadata import Chunk, TensorEntry
-from .plan import Part, assign
+from .plan import assign
 from .publish import Workspace
 from .readme import readme_text
+from .storage import Storage, chunk_of, laid_out
 
 
 @attrs.frozen
@@ -49,16 +50,26 @@ class Snapshot:
 
 @attrs.frozen
 class _Prepared:
-    """Who writes what, and the buffers for it; renewed when the shapes of the state change."""
+    """Who writes what, and the buffers for it; renewed when the shapes of the state change.
+
+    Attributes:
+        mine: which of its pieces this rank writes, by their index.
+        images: its files, whose parts are indices of `mine`.
+        index: content of the index files; on rank 0.
+    """
 
     described: Sequence[tuple[Any, ...]]
     mine: Sequence[int]
-    image: Image
-    metadata: bytes | None
+    images: Sequence[Image]
+    index: Mapping[str, bytes]
 
 
 class Saver:
-    """Writes and publishes the snapshots of one rank, one at a time."""
+    """Writes and publishes the snapshots of one rank, one at a time.
+
+    Args:
+        storage: the checkpoint format; `meta` are its name and origin, for the manifest.
+    """
 
     def __init__(
         self,
@@ -69,8 +80,11 @@ class Saver:
         keep_last: int,
         keep_every: int,
         fault_point: Callable[[str], None],
+        storage: Storage,
+        meta: Mapping[str, Any],
     ) -> None:
         self._folder, self._ctx, self._group = folder, ctx, group
+        self._storage, self._meta = storage, meta
         self._keep_last, self._keep_every = keep_last, keep_every
         self._fault_point = fault_point
         self._prepared: _Prepared | None = None
@@ -81,24 +95,34 @@ class Saver:
         parts = [Part(key, _dtype(p), tuple(p.shape), tuple(p.offset), tuple(p.tensor.shape)) for key, p in flat]
         everyone = self._group.gather(parts)
         try:
-            mine = assign(everyone)[self._ctx.rank]  # the same computation, with the same outcome, on all ranks
+            chosen = assign(everyone, self._storage.dtypes)[
+                self._ctx.rank
+            ]  # the same computation, with the same outcome, on all ranks
         except ValueError as error:
             raise RunFailed(f"The state of the training cannot be saved: {error}.") from error
-        name, pinned = shard_name(self._ctx.rank), any(piece.tensor.is_cuda for _, piece in flat)
-        image: Image | None = None
+        mine, pinned = [parts[i] for i in chosen], any(piece.tensor.is_cuda for _, piece in flat)
+        images: list[Image] = []
 
         def build() -> list[tuple[Part, Chunk]]:
-            nonlocal image
             self._prepared = None  # the old buffers are let go first
-            image = make_image([parts[i] for i in mine], name, pinned=pinned)
-            return [(parts[i], chunk) for i, chunk in zip(mine, image.chunks, strict=True)]
+            layouts = laid_out(self._storage, mine, self._ctx.rank)
+            images.extend(make_image(layout, mine, pinned=pinned) for layout in layouts)
+            return [
+                (mine[i], chunk_of(mine[i], layout, slot)) for layout in layouts for i, slot in layout.slots.items()
+            ]
 
         placed = self._group.together("The buffers for checkpoints could not be made", build)
-        metadata = None
-        if self._ctx.rank == 0:
-            metadata = metadata_bytes(_entries([item for items in placed for item in items]))
-        assert image is not None
-        self._prepared = _Prepared(_describe(flat), mine, image, metadata)
+
+        def describe() -> Mapping[str, bytes]:
+            if self._ctx.rank:
+                return {}
+            index = self._storage.index(_entries([item for items in placed for item in items]))
+            if set(index) != set(self._storage.index_files):
+                raise ValueError(f"the checkpoint format wrote the index files {sorted(index)}")
+            return index
+
+        index = self._group.agreed("The index of checkpoints could not be made", describe)
+        self._prepared = _Prepared(_describe(flat), chosen, images, index)
 
     def snapshot(self, request: Request, state: State) -> Snapshot:
         """Agree on the save, and copy all that it needs. All ranks; raises on all or none."""
@@ -132,13 +156,15 @@ class Saver:
             if self._ctx.rank:
                 workspace.enter()
             assert self._prepared is not None
-            self._prepared.image.stage([flat[i][1].tensor for i in self._prepared.mine])
+            tensors = [flat[i][1].tensor for i in self._prepared.mine]
+            for image in self._prepared.images:
+                image.stage([tensors[i] for i in image.parts])
             state_json, rng_json = dump_json(request.sections), dump_json(request.rng)
             attachments = {n: (source, source.stat().st_size) for n, source in request.attachments.items()}
             self._fault_point("staged")
         except Exception as error:  # noqa: BLE001  (told to the other ranks when all have written)
             trouble = Trouble.of(self._ctx.rank, error)
-        meta = {**request.meta, "format_version": FORMAT_VERSION, "step": request.step}
+        meta = {**request.meta, **self._meta, "format_version": FORMAT_VERSION, "step": request.step}
         meta["world_size"] = self._ctx.world_size
         return Snapshot(request.step, workspace, meta, state_json, rng_json, attachments, trouble)
 
@@ -174,7 +200,10 @@ class Saver:
         def write(name: str, data: bytes | memoryview, before_sync: Callable[[], None] = lambda: None) -> None:
             listed[name] = FileEntry(*files.write_durably(root / name, [data], before_sync))
 
-        write(shard_name(rank), self._prepared.image.view(), lambda: point("tensors-written"))
+        *others, last = self._prepared.images
+        for image in others:
+            write(image.name, image.view())
+        write(last.name, last.view(), lambda: point("tensors-written"))
         point("tensors-synced")
         folders = {root / RNG_FOLDER}
         files.make_folder(root / RNG_FOLDER)
@@ -186,8 +215,8 @@ class Saver:
                 folders.add(folder)
             listed[name] = FileEntry(*files.copy_durably(source, size, target))
         if rank == 0:
-            assert self._prepared.metadata is not None
-            write(METADATA, self._prepared.metadata)
+            for name, data in self._prepared.index.items():
+                write(name, data)
             write(STATE, snapshot.state_json)
         for folder in (*sorted(folders, reverse=True), root):
             files.sync_folder(folder)
@@ -212,7 +241,7 @@ class Saver:
         values = {**snapshot.meta, "sequence": publish.next_sequence(self._folder), "created_at": now}
         stated = {**UNSAID, **values}
         check_values(stated)
-        readme = readme_text(values).encode()
+        readme = readme_text(values, self._storage.readme).encode()
         listed[README] = FileEntry(*files.write_durably(snapshot.workspace.path / README, [readme]))
         path = publish.publish(snapshot.workspace, self._folder, Manifest(stated, listed), self._fault_point)
         publish.prune(self._folder, keep_last=self._keep_last, keep_every=self._keep_every)

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mtb_core.api.errors import PluginError
+
 from .catalog import list_steps, read_latest
+from .entries import TensorEntry
 from .layout import LEGACY_MANIFEST, DamagedCheckpoint, is_legacy, name_problem
-from .manifest import read_manifest
-from .metadata import TensorEntry
-from .opened import Opened, read_json
+from .manifest import OLD_DISTRIBUTION, OLD_FORMAT, read_manifest
+from .opened import Opened, read_json, storage_of
+from .storage import storage_named
 
 
 def summarize_folder(folder: Path) -> dict[str, Any]:
@@ -77,19 +80,26 @@ def _axes(entry: TensorEntry) -> str:
 
 def _values(path: Path, step: int) -> tuple[Mapping[str, Any], str | None]:
     """(what the step folder says of itself, what is wrong with it as far as its small files tell)."""
+    values: Mapping[str, Any] = {}
     try:
         if path.is_symlink():
             return {}, "it is a symbolic link, which is no step of this folder"
         if not path.is_dir():
             return {}, "it is not a folder"
         if is_legacy(path):
-            return read_json(path, LEGACY_MANIFEST), None
+            values = read_json(path, LEGACY_MANIFEST)
+            storage_named(OLD_FORMAT, distribution=OLD_DISTRIBUTION)
+            return values, None
         manifest = read_manifest(path)
+        values = manifest.values
+        storage_of(manifest)
     except DamagedCheckpoint as error:
         return {}, f"{error.file}: {error.problem}"
     except OSError as error:
         return {}, error.strerror or str(error)
-    return manifest.values, name_problem(path, step)
+    except PluginError as error:
+        return values, str(error)
+    return values, name_problem(path, step)
 
 
 def _typed(values: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -10,7 +10,7 @@ import attrs
 
 from .layout import MANIFEST, READY, DamagedCheckpoint, name_problem, rng_name
 from .manifest import Manifest, read_manifest
-from .opened import RNG_BYTES, file_problem, open_checkpoint, read_json, required_files
+from .opened import RNG_BYTES, file_problem, open_checkpoint, read_json, storage_of, unlisted
 
 
 @attrs.frozen
@@ -52,13 +52,15 @@ def verify_checkpoint(path: Path) -> Integrity:
     """Check every file of the checkpoint at `path`: present, regular, of the right size and digest, and nothing else.
 
     Raises:
-        DamagedCheckpoint: never; what is wrong is in the result. `OSError` if `path` cannot be listed.
+        PluginError: no plugin has the format of its tensors.
+        OSError: `path` cannot be listed. (What is wrong with the checkpoint is in the result.)
     """
     try:
         manifest = read_manifest(path)
     except DamagedCheckpoint as error:
         return Integrity(path, None, 0, 0, (Problem(error.file, error.problem),))
-    problems = [Problem(MANIFEST, f"it does not list {n}") for n in _unlisted(manifest)]
+    missing = unlisted(manifest, storage_of(manifest))
+    problems = [Problem(MANIFEST, f"it does not list {name}") for name in missing]
     if misnamed := name_problem(path, manifest.step):
         problems.append(Problem(MANIFEST, misnamed))
     problems += [Problem(name, problem) for name, problem in _surplus(path, manifest)]
@@ -70,10 +72,6 @@ def verify_checkpoint(path: Path) -> Integrity:
         problems += _unreadable(path, manifest)
     size = sum(entry.size for entry in manifest.files.values())
     return Integrity(path, manifest.step, len(manifest.files), size, tuple(problems))
-
-
-def _unlisted(manifest: Manifest) -> list[str]:
-    return [name for name in required_files(manifest.world_size) if name not in manifest.files]
 
 
 def _surplus(path: Path, manifest: Manifest) -> list[tuple[str, str]]:

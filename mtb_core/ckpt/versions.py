@@ -9,20 +9,22 @@ schedule and keeps random state in ``rng_state_rank_00000.pt``, which is read wi
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from . import files
-from .layout import LEGACY_MANIFEST, METADATA, SMALL_FILE_BYTES, DamagedCheckpoint, name_problem
-from .opened import RNG_BYTES, Opened, read_entries, read_json
+from .layout import LEGACY_MANIFEST, SMALL_FILE_BYTES, DamagedCheckpoint, name_problem
+from .opened import RNG_BYTES, Opened, read_json
+from .storage import Storage
 
 _MODEL, _OPTIMIZER = "model.", "optimizer.state."
 _GROUPS = "optimizer.param_groups"
 
 
-def open_legacy(path: Path) -> Opened:
-    """A checkpoint of format 1 or 2.
+def open_legacy(path: Path, storage: Storage) -> Opened:
+    """A checkpoint of format 1 or 2, with its tensors in the checkpoint format `storage`.
 
     Raises:
         DamagedCheckpoint: not such a checkpoint, or entries in it that would need unpickling.
@@ -41,19 +43,15 @@ def open_legacy(path: Path) -> Opened:
         raise DamagedCheckpoint(path, LEGACY_MANIFEST, "the value of 'tokens_seen' is no whole number or negative")
     if problem := name_problem(path, stored["global_step"]):
         raise DamagedCheckpoint(path, LEGACY_MANIFEST, problem)
-    entries, others = read_entries(path)
-    strange = [key for key in others if not key.startswith(_GROUPS)]
-    if strange:
-        raise DamagedCheckpoint(path, METADATA, f"it has entries that are not tensors: {', '.join(strange[:3])}")
     renamed = {}
-    for key, entry in entries.items():
+    for key, entry in storage.entries(path).items():
         if key.startswith(_MODEL):
             renamed["model/" + key.removeprefix(_MODEL)] = entry
         elif key.startswith(_OPTIMIZER):
             name, _, kind = key.removeprefix(_OPTIMIZER).rpartition(".")
             renamed[f"optim/{name}/{kind}"] = entry
         elif not key.startswith(_GROUPS):
-            raise DamagedCheckpoint(path, METADATA, f"it has the unknown tensor {key!r}")
+            raise DamagedCheckpoint(path, storage.index_files[0], f"it has the unknown tensor {key!r}")
     step, samples = stored["global_step"], stored["samples_seen"]
     reason = "checkpoints of format 1 hold no random state" if version == 1 else None
     values = {
@@ -69,7 +67,7 @@ def open_legacy(path: Path) -> Opened:
         "scheduler": None,
         "optimizer": None,
     }
-    return Opened(path, version, values, None, sections, renamed)
+    return Opened(path, version, storage, values, None, sections, renamed)
 
 
 def legacy_rng(path: Path, rank: int) -> Mapping[str, Any]:
@@ -84,7 +82,11 @@ def legacy_rng(path: Path, rank: int) -> Mapping[str, Any]:
 
     name = f"rng_state_rank_{rank:05d}.pt"
     try:
-        state = torch.load(io.BytesIO(files.read_small(path, name, RNG_BYTES)), map_location="cpu", weights_only=True)
+        data = files.read_small(path, name, RNG_BYTES)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(member.file_size for member in archive.infolist()) > len(data):
+                raise ValueError("it is compressed")  # and would take any amount of memory
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         return plain(state["torch"], None, state["numpy"], state["python"])
     except FileNotFoundError as error:
         raise DamagedCheckpoint(path, name, "it is missing") from error

@@ -232,7 +232,12 @@ def _print_comparison(result: dict[str, Any]) -> None:
     _print_table(table)
     verdict = "the same, to the bit" if result["exact_match"] else "not the same to the bit"
     within = " (the same within the tolerance)" if result["matches"] and not result["exact_match"] else ""
-    click.echo(f"The two training states are {verdict}{within}.")
+    beside = (
+        f" Not compared, for only one side has them: {', '.join(result['not_compared'])}."
+        if result["not_compared"]
+        else ""
+    )
+    click.echo(_printable(f"The two training states are {verdict}{within}.{beside}"))
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:

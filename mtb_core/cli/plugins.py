@@ -135,8 +135,7 @@ def _info_text(registry: Registry, kind: Kind, name: str) -> str:
 def _options_text(kind: Kind, options: type) -> list[str]:
     if options is NoOptions or not attrs.fields(options):
         return [f"  This {kind.singular} has no options."]
-    how = "--strategy-opt KEY=VALUE" if kind.plural == "strategies" else "--sink NAME:KEY=VALUE,…"
-    lines = [f"  Options ({how}):"]
+    lines = [f"  Options ({kind.options}):"]
     for found in describe_options(options):
         valid = f"; one of {', '.join(map(_plain, found.choices))}" if found.choices else ""
         lines.append(f"    {found.name} ({found.type}, default {_plain(found.default)}{valid})")

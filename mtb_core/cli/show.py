@@ -71,9 +71,11 @@ def rows_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         ("ranks", _ranks),
         ("batch", _batch),
         ("steps", _steps),
+        ("ended early", _ended_early),
         ("loss", _loss),
         ("eval loss", _eval_loss),
         ("gradient norm", _gradient_norm),
+        ("metrics", _metrics),
         ("step time", _step_time),
         ("throughput", _throughput),
         ("peak memory", _memory),
@@ -133,6 +135,10 @@ def _steps(values: Mapping[str, Any]) -> str:
     return _join(f"{steps} measured", warmup and f"{warmup} warm-up before", last is not None and f"now at step {last}")
 
 
+def _ended_early(values: Mapping[str, Any]) -> str:
+    return str(values.get("stop_reason") or "")
+
+
 def _loss(values: Mapping[str, Any]) -> str:
     first, last = _number(values, "loss_first", ".4f"), _number(values, "loss", ".4f")
     return " -> ".join(text for text in (first, last) if text)
@@ -151,6 +157,12 @@ def _gradient_norm(values: Mapping[str, Any]) -> str:
         clipped and f"clipped steps: {clipped}",
         skipped and f"skipped steps: {skipped}",
     )
+
+
+def _metrics(values: Mapping[str, Any]) -> str:
+    metrics = values.get("metrics") or {}
+    names = [name for name in metrics if not name.endswith(FLAG_SUFFIX)]
+    return _join(*(f"{name} {_number(metrics, name, '.4g')}" for name in names))
 
 
 def _step_time(values: Mapping[str, Any]) -> str:

@@ -163,7 +163,7 @@ class TrainConfig:
         "synthetic", DATA, "synthetic, a prepared token file, a text file, or a folder.", metavar="synthetic|PATH"
     )
     data_opt: Mapping[str, Any] = setting(
-        dict, DATA, "Option of the named data set.", metavar="KEY=VALUE", repeatable=True
+        dict, DATA, "Option of the named data set, see `mtb plugins show NAME`.", metavar="KEY=VALUE", repeatable=True
     )
     eval_data: str | None = setting(None, DATA, "Data for evaluation.", metavar="PATH", training=False)
     eval_every: int = setting(
@@ -175,7 +175,7 @@ class TrainConfig:
 
     optimizer: str = setting("adamw", OPTIM, "Optimizer: adamw, sgd, or a plugin's.", metavar="NAME")
     optimizer_opt: Mapping[str, Any] = setting(
-        dict, OPTIM, "Option of a plugin's optimizer.", metavar="KEY=VALUE", repeatable=True
+        dict, OPTIM, "Option of the optimizer, see `mtb plugins show NAME`.", metavar="KEY=VALUE", repeatable=True
     )
     learning_rate: float = setting(1e-3, OPTIM, "Peak learning rate.", above=0.0)
     weight_decay: float = setting(0.1, OPTIM, "Weight decay of parameters with two or more dimensions.", minimum=0.0)
@@ -185,7 +185,7 @@ class TrainConfig:
         "constant", OPTIM, "Learning-rate schedule: constant, cosine, or a plugin's.", metavar="NAME"
     )
     lr_scheduler_opt: Mapping[str, Any] = setting(
-        dict, OPTIM, "Option of a plugin's schedule.", metavar="KEY=VALUE", repeatable=True
+        dict, OPTIM, "Option of the schedule, see `mtb plugins show NAME`.", metavar="KEY=VALUE", repeatable=True
     )
     lr_warmup_steps: int = setting(
         0, OPTIM, "Steps of linear learning-rate warm-up; not the benchmark's warm-up.", minimum=0
@@ -213,6 +213,13 @@ class TrainConfig:
         CHECKPOINTS,
         "Write checkpoints in the background; training pauses only to copy its state.",
         off_name="sync-save",
+        training=False,
+    )
+    checkpoint_format: str = setting(
+        "safetensors",
+        CHECKPOINTS,
+        "How tensors lie in the files of new checkpoints; `mtb plugins list` shows the formats installed.",
+        metavar="NAME",
         training=False,
     )
     resume: str | None = setting(

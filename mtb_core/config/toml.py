@@ -22,6 +22,17 @@ PATHS = ("data", "eval_data", "checkpoint_dir", "run_dir", "output", "resume")
 _BATCH_YIELDS = ("batch_size", "grad_accum_steps", "global_batch_size")
 
 
+#: Tables of options, and the setting whose value they belong to.
+_OPTIONS_OF = {
+    "strategy_opt": "strategy",
+    "model_opt": "model",
+    "data_opt": "data",
+    "optimizer_opt": "optimizer",
+    "lr_scheduler_opt": "lr_scheduler",
+    "plugin_opt": None,
+}
+
+
 def load_config(given: Mapping[str, Any] | None = None, *, file: str | Path | None = None) -> TrainConfig:
     """A `TrainConfig` from the settings of a TOML `file` and those `given`, which win.
 
@@ -38,12 +49,12 @@ def load_config(given: Mapping[str, Any] | None = None, *, file: str | Path | No
     unknown = [key for key in given if key not in settings()]
     if unknown:
         raise _unknown(unknown[0], "the configuration")
-    if "strategy_opt" in given and merged.get("strategy", given.get("strategy")) == given.get(
-        "strategy", merged.get("strategy")
-    ):
-        given["strategy_opt"] = {**merged.get("strategy_opt", {}), **given["strategy_opt"]}
-    if "strategy" in given and given["strategy"] != merged.get("strategy") and "strategy_opt" not in given:
-        merged.pop("strategy_opt", None)
+    for table, owner in _OPTIONS_OF.items():
+        changed = owner is not None and owner in given and given[owner] != merged.get(owner, given[owner])
+        if changed:
+            merged.pop(table, None)  # they are another's
+        elif table in given:
+            given[table] = {**merged.get(table, {}), **given[table]}
     merged.update(given)
     changes_ranks = any(n in given for n in (*_BATCH_YIELDS, "nproc", "nnodes", "strategy", "strategy_opt"))
     for name in _BATCH_YIELDS:
@@ -128,7 +139,9 @@ def starter_toml(preset: Mapping[str, Any]) -> str:
             else:
                 lines.append(f"# {name} =" if default is None else "# " + _one_line(name, default))
             lines.append("")
-    lines += ["# Options of the strategy, see `mtb plugins show NAME`.", "# [strategy_opt]", "# key = value", ""]
+    for name, meta in settings().items():
+        if value_type(name) is dict:
+            lines += [f"# {meta.help}", f"# [{name}]", f"# {(meta.metavar or '').lower().replace('=', ' = ')}", ""]
     return "\n".join(lines)
 
 

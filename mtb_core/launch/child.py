@@ -98,7 +98,7 @@ def run_worker(start: Start) -> None:
     A spawned process gets here after importing Python, the launcher's main module and this one. If the launcher dies
     in that time, the worker ends here.
     """
-    _die_with(start.launcher)
+    die_with(start.launcher)
     os.setsid()  # Ctrl-C at the terminal is the launcher's to pass on
     if start.gate is not None:
         start.gate.wait()
@@ -158,7 +158,7 @@ class Progress:
                 os.write(self._descriptor, line)
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Have the system kill this process when the launcher's thread that started it ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

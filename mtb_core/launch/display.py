@@ -44,6 +44,7 @@ class Progressing:
     loss: str = ""
     rate: str = ""
     eval_loss: str = ""
+    metrics: str = ""
     warmup: bool = False
     wrong: str = ""
     started: float = 0.0
@@ -72,14 +73,16 @@ class Progressing:
         self.loss = number(fields.get("loss"))
         rate = fields.get("tokens_per_sec")
         self.rate = self.rate if rate is None else f"{quantity(rate)} tokens/s"
+        self.metrics = "  ".join(f"{name} {_figure(value)}" for name, value in (fields.get("metrics") or {}).items())
         self.warmup = bool(fields.get("warmup"))
         self.wrong = "update skipped" if fields.get("skipped") else "non-finite" if fields.get("nonfinite") else ""
 
     def describe(self, now: float) -> str:
-        """Loss, speed, what is special, and the time that remains."""
+        """Loss, further metrics, speed, what is special, and the time that remains."""
         parts = [
             f"loss {self.loss}" if self.loss else "",
             f"eval loss {self.eval_loss}" if self.eval_loss else "",
+            self.metrics,
             self.rate,
             "warm-up" if self.warmup else "",
             self.wrong if self.loss != self.wrong else "",
@@ -302,6 +305,10 @@ def _discard(stream: IO[str]) -> None:
 def number(value: float | None) -> str:
     """A loss for people; None stands for a value that is not finite."""
     return "non-finite" if value is None else f"{value:.4f}"
+
+
+def _figure(value: float | None) -> str:
+    return "non-finite" if value is None else f"{value:.4g}"
 
 
 def quantity(value: float) -> str:

@@ -104,6 +104,8 @@ class Result:
     execution_complete: bool = False
     performance_valid: bool = False
     performance_invalid_reasons: Sequence[str] = ()
+    publishable: bool = True
+    unpublishable_reasons: Sequence[str] = ()
 
     @property
     def exit_code(self) -> int:
@@ -119,7 +121,8 @@ class Result:
         if self.exit_reason == "done":
             return self
         failure = self.failure or {}
-        text = failure.get("text") or f"The run ended early: {self.exit_reason}."
+        reason = f"{self.exit_reason}: {self.stop_reason}" if self.stop_reason else self.exit_reason
+        text = failure.get("text") or f"The run ended early: {reason}."
         raise RunFailed(text, rank=failure.get("rank"), step=failure.get("step"))
 
     def to_json(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from mtb_core.api import (
     ConfigError,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     OptimizerInfo,
     PluginError,
@@ -54,6 +55,7 @@ class Registry:
     datasets: Mapping[str, DatasetInfo]
     optimizers: Mapping[str, OptimizerInfo]
     schedules: Mapping[str, ScheduleInfo]
+    checkpoint_formats: Mapping[str, FormatInfo]
     doctor_checks: Mapping[str, DoctorCheck]
 
     def plugins_in_use(self) -> list[tuple[str, str]]:
@@ -101,6 +103,10 @@ class Registry:
     def schedule(self, name: str) -> ScheduleInfo:
         """The learning-rate schedule `name`."""
         return self._find("schedules", name)  # type: ignore[no-any-return]
+
+    def checkpoint_format(self, name: str) -> FormatInfo:
+        """The checkpoint format `name`."""
+        return self._find("checkpoint_formats", name)  # type: ignore[no-any-return]
 
     def _find(self, plural: str, name: str) -> Any:
         known = getattr(self, plural)

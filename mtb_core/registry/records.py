@@ -11,6 +11,7 @@ from mtb_core.api import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    FormatInfo,
     ModelInfo,
     OptimizerInfo,
     RunPluginInfo,
@@ -30,17 +31,19 @@ class Kind:
     plural: str  # attribute of `Registry`, key of `PluginRecord.provides`
     singular: str  # in messages
     info: type[Any]
+    options: str = ""  # how its options are given on the command line
 
 
 KINDS = (
-    Kind("mtb_strategies", "strategies", "strategy", StrategyInfo),
+    Kind("mtb_strategies", "strategies", "strategy", StrategyInfo, "--strategy-opt KEY=VALUE"),
     Kind("mtb_commands", "commands", "command", CommandInfo),
-    Kind("mtb_sinks", "sinks", "sink", SinkInfo),
-    Kind("mtb_run_plugins", "run_plugins", "run plugin", RunPluginInfo),
-    Kind("mtb_models", "models", "model", ModelInfo),
-    Kind("mtb_datasets", "datasets", "data set", DatasetInfo),
-    Kind("mtb_optimizers", "optimizers", "optimizer", OptimizerInfo),
-    Kind("mtb_schedules", "schedules", "learning-rate schedule", ScheduleInfo),
+    Kind("mtb_sinks", "sinks", "sink", SinkInfo, "--sink NAME:KEY=VALUE,…"),
+    Kind("mtb_run_plugins", "run_plugins", "run plugin", RunPluginInfo, "--plugin-opt NAME.KEY=VALUE"),
+    Kind("mtb_models", "models", "model", ModelInfo, "--model-opt KEY=VALUE"),
+    Kind("mtb_datasets", "datasets", "data set", DatasetInfo, "--data-opt KEY=VALUE"),
+    Kind("mtb_optimizers", "optimizers", "optimizer", OptimizerInfo, "--optimizer-opt KEY=VALUE"),
+    Kind("mtb_schedules", "schedules", "learning-rate schedule", ScheduleInfo, "--lr-scheduler-opt KEY=VALUE"),
+    Kind("mtb_checkpoint_formats", "checkpoint_formats", "checkpoint format", FormatInfo),
     Kind("mtb_doctor_checks", "doctor_checks", "doctor check", DoctorCheck),
 )
 

@@ -48,6 +48,8 @@ def _names(specs: type) -> tuple[str, ...]:
 
 STRATEGY_HOOKS = _names(StrategySpecs)
 OBSERVER_HOOKS = _names(ObserverSpecs)
+#: Observer hooks whose answers change the run or its records; not for sinks, which may be switched off on one rank.
+_PLUGINS_ONLY = ("mtb_step_metrics", "mtb_before_update")
 #: Methods of a `Strategy`: ``prepare`` implements ``mtb_prepare``.
 METHODS = tuple(name.removeprefix("mtb_") for name in STRATEGY_HOOKS)
 
@@ -75,9 +77,16 @@ class RunManager(pluggy.PluginManager):
 
 @attrs.frozen
 class _Observer:
-    """One implementation of an observer hook by `name`; `sink` is the name where a failure is not the run's."""
+    """One implementation of an observer hook.
+
+    Attributes:
+        name: for messages.
+        key: under which its state and its result are recorded: the name of a run plugin, or ``sink:NAME``.
+        sink: its name where it is a sink, whose failure is not the run's.
+    """
 
     name: str
+    key: str
     call: Callable[..., object]
     sink: str | None
 
@@ -110,15 +119,19 @@ class Hooks:
         _check_strategy(strategy, label)
         _register(manager, strategy, label)
         owners: dict[int, str] = {}
+        keys: dict[int, str] = {}
         # Pluggy calls the last one registered first.
         for name, sink in reversed([*(sinks or {}).items()]):
             _register(manager, sink, f"sink '{name}'")
-            owners[id(sink)] = name
+            owners[id(sink)], keys[id(sink)] = name, f"sink:{name}"
         for name, plugin in reversed([*(plugins or {}).items()]):
             _register(manager, plugin, f"run plugin '{name}'")
+            keys[id(plugin)] = name
         self._manager, hook = manager, manager.hook
         for name in STRATEGY_HOOKS:
             _check_strategy_hook(getattr(hook, name), strategy, owners)
+        for name in _PLUGINS_ONLY:
+            _refuse_sinks(getattr(hook, name), owners)
         self._prepare = _bind(hook.mtb_prepare)
         self._accumulate = _bind(hook.mtb_accumulate)
         self._evaluate = _bind(hook.mtb_evaluate)
@@ -130,18 +143,19 @@ class Hooks:
         self._state = _bind(hook.mtb_state)
         self._state_loaded = _bind(hook.mtb_state_loaded)
         self._close = _bind(hook.mtb_close)
-        self._worker_started = _observers(hook.mtb_worker_started, owners)
-        self._phase = _observers(hook.mtb_phase, owners)
-        self._run_started = _observers(hook.mtb_run_started, owners)
-        self._step_metrics = _observers(hook.mtb_step_metrics, owners)
-        self._step_recorded = _observers(hook.mtb_step_recorded, owners)
-        self._evaluated = _observers(hook.mtb_evaluated, owners)
-        self._checkpoint_published = _observers(hook.mtb_checkpoint_published, owners)
-        self._fault_point = _observers(hook.mtb_fault_point, owners)
-        self._plugin_state = _observers(hook.mtb_plugin_state, owners)
-        self._plugin_state_loaded = _observers(hook.mtb_plugin_state_loaded, owners)
-        self._result = _observers(hook.mtb_result, owners)
-        self._run_finished = _observers(hook.mtb_run_finished, owners)
+        self._worker_started = _observers(hook.mtb_worker_started, owners, keys)
+        self._phase = _observers(hook.mtb_phase, owners, keys)
+        self._run_started = _observers(hook.mtb_run_started, owners, keys)
+        self._step_metrics = _observers(hook.mtb_step_metrics, owners, keys)
+        self._before_update = _observers(hook.mtb_before_update, owners, keys)
+        self._step_recorded = _observers(hook.mtb_step_recorded, owners, keys)
+        self._evaluated = _observers(hook.mtb_evaluated, owners, keys)
+        self._checkpoint_published = _observers(hook.mtb_checkpoint_published, owners, keys)
+        self._fault_point = _observers(hook.mtb_fault_point, owners, keys)
+        self._plugin_state = _observers(hook.mtb_plugin_state, owners, keys)
+        self._plugin_state_loaded = _observers(hook.mtb_plugin_state_loaded, owners, keys)
+        self._result = _observers(hook.mtb_result, owners, keys)
+        self._run_finished = _observers(hook.mtb_run_finished, owners, keys)
 
     def prepare(self, job: Job) -> Prepared:
         """See `StrategySpecs.mtb_prepare`; so for all below."""
@@ -203,21 +217,33 @@ class Hooks:
         self._tell([o for o in self._run_started if o.sink is None], info)
         self._tell([o for o in self._run_started if o.sink is not None], told)
 
+    @property
+    def gives_step_metrics(self) -> bool:
+        """True if a run plugin has ``mtb_step_metrics``."""
+        return bool(self._step_metrics)
+
     def step_metrics(self) -> dict[str, float]:
-        """Figures of sinks and run plugins for the step's record.
+        """Figures of run plugins for the step's record.
 
         Raises:
             PluginError: two of them give a figure of the same name.
         """
         figures: dict[str, float] = {}
         for observer in self._step_metrics:
-            found = cast("Mapping[str, float] | None", self._ask(observer)) or {}
+            found = cast("Mapping[str, float] | None", observer.call()) or {}
             if twice := figures.keys() & found.keys():
                 raise PluginError(
                     f"{observer.name} gives the step metric '{min(twice)}', which another plugin gives too."
                 )
             figures.update(found)
         return figures
+
+    def before_update(self, step: int, loss: float, grad_norm: float) -> str | None:
+        """The first reason of a run plugin to leave out the update of `step`; all are asked."""
+        if not self._before_update:
+            return None
+        reasons = [observer.call(step, loss, grad_norm) for observer in self._before_update]
+        return next((str(reason) for reason in reasons if reason is not None), None)
 
     def step_recorded(self, record: StepRecord) -> None:
         """Tell observers of a step."""
@@ -236,20 +262,28 @@ class Hooks:
         for observer in self._fault_point:
             observer.call(name)
 
+    @property
+    def keeps_plugin_state(self) -> bool:
+        """True if a sink or run plugin has ``mtb_plugin_state``."""
+        return bool(self._plugin_state)
+
     def plugin_states(self, state: State) -> dict[str, Any]:
         """The states of sinks and run plugins, by name: a `State`, or JSON values."""
-        states = {observer.name: self._ask(observer, state) for observer in self._plugin_state}
+        states = {observer.key: self._ask(observer, state) for observer in self._plugin_state}
         return {name: given for name, given in states.items() if given is not None}
 
     def plugin_states_loaded(self, states: Mapping[str, Any]) -> None:
         """Give sinks and run plugins the JSON values that they had saved; those of plugins not here are left alone."""
         for observer in self._plugin_state_loaded:
-            if observer.name in states:
-                self._ask(observer, states[observer.name])
+            # Checkpoints of plugin API 1 have them under the name that messages use.
+            for key in (observer.key, observer.name):
+                if key in states:
+                    self._ask(observer, states[key])
+                    break
 
     def results(self) -> dict[str, Any]:
         """Values of sinks and run plugins for the result, by name."""
-        found = {observer.name: self._ask(observer) for observer in self._result}
+        found = {observer.key: self._ask(observer) for observer in self._result}
         return {name: values for name, values in found.items() if values is not None}
 
     def run_finished(self, exit_reason: str) -> None:
@@ -376,6 +410,13 @@ def _check_strategy_hook(caller: pluggy.HookCaller, strategy: Strategy, sinks: M
             raise PluginError(msg)
 
 
+def _refuse_sinks(caller: pluggy.HookCaller, sinks: Mapping[int, str]) -> None:
+    for impl in caller.get_hookimpls():
+        if id(impl.plugin) in sinks:
+            msg = f"{impl.plugin_name} implements {caller.name}, but sinks only observe; a run plugin may implement it."
+            raise PluginError(msg)
+
+
 def _wraps(impl: pluggy.HookImpl) -> bool:
     return bool(impl.wrapper or impl.hookwrapper)
 
@@ -393,10 +434,10 @@ def _bind(caller: pluggy.HookCaller) -> Callable[..., object]:
     return caller
 
 
-def _observers(caller: pluggy.HookCaller, sinks: Mapping[int, str]) -> tuple[_Observer, ...]:
+def _observers(caller: pluggy.HookCaller, sinks: Mapping[int, str], keys: Mapping[int, str]) -> tuple[_Observer, ...]:
     arguments = _arguments(caller)
     return tuple(
-        _Observer(impl.plugin_name, _positional(impl, arguments), sinks.get(id(impl.plugin)))
+        _Observer(impl.plugin_name, keys[id(impl.plugin)], _positional(impl, arguments), sinks.get(id(impl.plugin)))
         for impl in reversed(caller.get_hookimpls())
     )
 

@@ -1,7 +1,8 @@
 """The conformance kit: whether a strategy plugin is right. See ``docs/conformance.md``.
 
 `StrategyConformance` is the base class for a plugin's own tests, `Capabilities` what its author declares; the same
-checks run as ``mtb plugins check NAME``. Besides: `recording`, `live` and `examples`, for tests of strategies and sinks.
+checks run as ``mtb plugins check NAME``. Besides: `recording`, `launches`, `live` and `examples`, for tests of
+strategies and sinks.
 """
 
 from __future__ import annotations

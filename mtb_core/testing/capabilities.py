@@ -1,17 +1,13 @@
-"""What a strategy can do, as its author declares it and as its plan says."""
+"""What a strategy can do: its plan says it, and its author may insist on it or leave it out."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import attrs
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import SyncMode
-
-if TYPE_CHECKING:
-    from .lab import Lab
 
 
 def _numbers_of_ranks(_instance: object, _attribute: object, value: tuple[int, ...]) -> None:
@@ -24,65 +20,40 @@ def _numbers_of_ranks(_instance: object, _attribute: object, value: tuple[int, .
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What is checked; what is declared must hold, what is not is skipped and listed.
+    """What an author declares beside the plan: mostly the numbers of ranks.
+
+    What is checked follows from the promises of `Plan`, whose names the other attributes have. None: as the plan says.
+    True: the plan must promise it at every number of ranks above one, or `discovery.capabilities` fails. False: it is not checked, though
+    the plan may promise it.
 
     Attributes:
-        world_sizes: numbers of ranks.
-        exact: training equals that of ``single`` on the same global batches.
-        sharded: no rank holds all of the model and its optimizer.
-        sync_modes: gradient sync modes.
-        accumulation: several micro-batches per step.
-        clipping: ``--max-grad-norm``.
-        bf16: ``--precision bf16``.
-        tied: models whose layers share a parameter.
-        custom_models: models other than the built-in one.
-        exact_resume: a resumed run is bitwise the uninterrupted one.
-        resharding: checkpoints can be resumed on another number of ranks and by other strategies.
+        world_sizes: numbers of ranks to check at.
+        sync_modes: those of the plan's sync modes to check; None: all.
 
     Raises:
         ConfigError: `world_sizes` is empty, or has a number below 1 or twice.
     """
 
     world_sizes: tuple[int, ...] = attrs.field(default=(1, 2, 3), validator=_numbers_of_ranks)
-    exact: bool = True
-    sharded: bool = False
-    sync_modes: tuple[SyncMode, ...] = ("every", "last")
-    accumulation: bool = True
-    clipping: bool = True
-    bf16: bool = True
-    tied: bool = True
-    custom_models: bool = True
-    exact_resume: bool = True
-    resharding: bool = True
+    sync_modes: tuple[SyncMode, ...] | None = None
+    sums_gradients: bool | None = None
+    exact: bool | None = None
+    sharded: bool | None = None
+    accumulation: bool | None = None
+    clipping: bool | None = None
+    bf16: bool | None = None
+    tied_weights: bool | None = None
+    custom_models: bool | None = None
+    exact_resume: bool | None = None
+    resharding: bool | None = None
+
+    @property
+    def promises(self) -> dict[str, bool]:
+        """The promises that the author insists on (True) or leaves out (False), by name."""
+        return {name: value for name in PROMISES if (value := getattr(self, name)) is not None}
 
 
-def capabilities_of(lab: Lab, candidates: tuple[int, ...]) -> Capabilities:
-    """What the plan says, for a strategy whose author declares nothing.
-
-    Raises:
-        ConfigError: the plan refuses every number of ranks; the reason is that of the last.
-    """
-    sizes, reason = [], ConfigError("no number of ranks was given")
-    for ranks in candidates:
-        try:
-            plan = lab.plan(ranks)
-        except ConfigError as error:
-            reason = error
-        else:
-            sizes.append(ranks)
-    if not sizes:
-        raise reason
-    bf16 = False
-    with contextlib.suppress(ConfigError):
-        lab.plan(sizes[-1], precision="bf16")
-        bf16 = True
-    return Capabilities(
-        world_sizes=tuple(sizes),
-        exact=plan.exact,
-        sharded=plan.sharded and sizes[-1] > 1,
-        sync_modes=plan.sync_modes,
-        bf16=bf16,
-        exact_resume=plan.exact_resume,
-        custom_models=plan.custom_models,
-        resharding=plan.resharding,
-    )
+#: Names of the promises of `Plan` on which checks depend.
+PROMISES: Sequence[str] = tuple(
+    f.name for f in attrs.fields(Capabilities) if f.name not in ("world_sizes", "sync_modes")
+)

@@ -56,7 +56,7 @@ class Certificate:
             "distribution": None if provider is None else provider.distribution,
             "version": None if provider is None else provider.version,
             "world_sizes": list(self.lab.world_sizes),
-            "capabilities": attrs.asdict(self.lab.capabilities),
+            "promises": {str(ranks): self.lab.promised(ranks) for ranks in self.lab.world_sizes},
             "kit_digest": digest(),
             "versions": {
                 "python": platform.python_version(),

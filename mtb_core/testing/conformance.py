@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -16,26 +16,29 @@ from .lab import Lab, Stopped
 
 
 class StrategyConformance:
-    """Every check of the kit, as one test each: subclass it, name the strategy, declare what it can do.
+    """Every check of the kit, as one test each: subclass it, name the strategy, and the numbers of ranks.
 
     ::
 
         class TestMine(StrategyConformance):
             strategy = "mine"
             options = {"buckets": "4"}
-            capabilities = Capabilities(sharded=True, world_sizes=(1, 2, 3))
+            capabilities = Capabilities(world_sizes=(1, 2, 3))
 
     Attributes:
         strategy: name of an installed strategy, or a `StrategyInfo`.
         options: of the strategy, as on the command line.
-        capabilities: what is declared must hold; what is not declared is skipped and listed.
+        capabilities: what is declared beside the plan; what the plan does not promise is skipped and listed.
         settings: settings of `TrainConfig` that every run of the kit needs (model sizes, say).
+        only: patterns of the checks to run, as for ``mtb plugins check --only``; empty: all. `ESSENTIAL` is such a
+            selection.
     """
 
     strategy: ClassVar[str | StrategyInfo]
     options: ClassVar[Mapping[str, Any]] = {}
     capabilities: ClassVar[Capabilities] = Capabilities()
     settings: ClassVar[Mapping[str, Any]] = {}
+    only: ClassVar[Sequence[str]] = ()
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -63,5 +66,5 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     own = metafunc.cls
     if own is None or not issubclass(own, StrategyConformance) or "case" not in metafunc.fixturenames:
         return
-    chosen = cases(own.capabilities.world_sizes) if hasattr(own, "strategy") else []
+    chosen = cases(own.capabilities.world_sizes, own.only) if hasattr(own, "strategy") else []
     metafunc.parametrize("case", chosen, ids=[case.name for case in chosen])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
@@ -35,7 +35,12 @@ class Probe:
     """Something to watch or to make happen on every rank of an episode.
 
     A probe is a frozen attrs class, so that equal episodes are run once; `observer` makes the run plugin that acts.
+
+    Attributes:
+        fresh: its episode needs processes of its own: it looks at what a process has, or ends it.
     """
+
+    fresh: ClassVar[bool] = False
 
     def observer(self, stage: Stage) -> object:
         """The object whose run hooks are called on this rank."""
@@ -54,6 +59,7 @@ class Episode:
         subject: the strategy under test; False: ``single``, the reference.
         settings: what differs from `COMMON`, as sorted pairs.
         states: steps after which model and optimizer are kept; 0 is before the first step of this invocation.
+        fresh: the ranks are processes that have run no other episode.
     """
 
     ranks: int
@@ -61,10 +67,18 @@ class Episode:
     settings: tuple[tuple[str, Any], ...]
     states: tuple[int, ...]
     probes: tuple[Probe, ...]
+    fresh: bool
 
 
 def episode(
-    ranks: int, *, subject: bool = True, states: tuple[int, ...] = (), probes: tuple[Probe, ...] = (), **settings: Any
+    ranks: int,
+    *,
+    subject: bool = True,
+    states: tuple[int, ...] = (),
+    probes: tuple[Probe, ...] = (),
+    fresh: bool = False,
+    **settings: Any,
 ) -> Episode:
     """An `Episode`; keyword arguments are settings of `TrainConfig`."""
-    return Episode(ranks, subject, tuple(sorted(settings.items())), states, probes)
+    alone = fresh or settings.get("start_method") == "spawn" or any(probe.fresh for probe in probes)
+    return Episode(ranks, subject, tuple(sorted(settings.items())), states, probes, alone)

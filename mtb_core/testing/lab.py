@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import tempfile
@@ -13,25 +14,29 @@ from typing import Any, Self
 import attrs
 
 from mtb_core.api.descriptions import DatasetInfo, ModelInfo, StrategyInfo, load_reference
-from mtb_core.api.errors import EXIT_STOPPED, MtbError
+from mtb_core.api.errors import EXIT_STOPPED, ConfigError, MtbError
 from mtb_core.api.layout import World
 from mtb_core.api.options import parse_options
-from mtb_core.api.values import Plan
+from mtb_core.api.values import Plan, SyncMode
 from mtb_core.config import TrainConfig
 from mtb_core.launch.elastic import LaunchSpec, launch
 from mtb_core.ranks.failures import Failure
 from mtb_core.registry.discovery import Registry, discover
 from mtb_core.train.planning import plan_run
 
-from .capabilities import Capabilities, capabilities_of
+from .capabilities import PROMISES, Capabilities
 from .debugging import Terminal
 from .episodes import COMMON, Episode, episode
 from .rank import RankWork, rank_of_episode, read_traces
 from .stage import RankTrace
+from .standing import Ending, StandingRanks
 from .states import Mismatch, Whole, assemble
 
 #: Names that the laboratory adds to those of the installed plugins.
-DATASETS = (DatasetInfo("kit-ragged", "Samples with few or no valid tokens", "mtb_core.testing.ragged:ragged"),)
+DATASETS = (
+    DatasetInfo("kit-ragged", "Samples with few or no valid tokens", "mtb_core.testing.ragged:ragged"),
+    DatasetInfo("kit-ragged-23", "23 of them", "mtb_core.testing.ragged:ragged_23"),
+)
 MODELS = tuple(
     ModelInfo(f"kit-{name}", text, f"mtb_core.testing.samples:{name}")
     for name, text in (
@@ -40,6 +45,7 @@ MODELS = tuple(
         ("buffers", "Persistent and other buffers that forward changes"),
         ("odd", "Dimensions that no number of ranks divides, a single element, fewer rows than ranks"),
         ("scalar", "A parameter without dimensions"),
+        ("extra", "The built-in model with an auxiliary loss and a metric"),
     )
 )
 #: What takes long to import is imported here, before ranks are forked, and so once.
@@ -102,9 +108,10 @@ class Run:
         """Model and optimizer after `step`, put together from the parts of all ranks.
 
         Raises:
-            Mismatch: a part is missing, or ranks that hold the same elements disagree.
+            Mismatch: a part is missing, or ranks that hold the same elements disagree, though the plan sums gradients.
         """
-        return assemble(self.traces, step)
+        plan = next(iter(self.traces.values())).plan
+        return assemble(self.traces, step, agreeing=plan is None or plan.sums_gradients)
 
     def why(self) -> str:
         """How it ended, in words, with the end of the log where a rank failed."""
@@ -144,10 +151,12 @@ class Lab:
     Args:
         info: the strategy; need not be installed.
         options: of the strategy, as on the command line.
-        capabilities: what its author declares; None: what its plan says.
+        capabilities: what its author declares; None: nothing beside the plan.
         settings: settings that every episode of strategy and reference has (model sizes that it needs, say).
-        world_sizes: numbers of ranks to check at, where the strategy can.
+        world_sizes: numbers of ranks to check at, as far as the plan takes them, where nothing is declared.
         debug: terminal for a debugger in one rank.
+        standing: ranks run one episode after the other, but for those that ask for fresh ones; False: every episode
+            has processes of its own.
     """
 
     def __init__(
@@ -159,6 +168,7 @@ class Lab:
         settings: Mapping[str, Any] | None = None,
         world_sizes: tuple[int, ...] = (1, 2, 3),
         debug: Terminal | None = None,
+        standing: bool = True,
     ) -> None:
         self.info = info
         self.options = dict(options or {})
@@ -166,10 +176,13 @@ class Lab:
         self.registry = _registry(info)
         self._declared, self._candidates = capabilities, world_sizes
         self._debug = debug
+        self._stand = standing and debug is None
+        self._standing: dict[tuple[int, bool], StandingRanks] = {}
+        self._again: Lab | None = None
         self._runs: dict[Episode, Run] = {}
         self._numbers = itertools.count(1)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.capabilities = capabilities or capabilities_of(self, world_sizes)
+        self.capabilities = capabilities or Capabilities(world_sizes=self._possible(world_sizes))
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="mtb-kit-", ignore_cleanup_errors=True)
@@ -183,6 +196,12 @@ class Lab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._folder is not None
+        for ranks in self._standing.values():
+            ranks.close()
+        self._standing.clear()
+        if self._again is not None:
+            self._again.__exit__(kind, error, trace)
+            self._again = None
         self._folder.cleanup()
 
     @property
@@ -196,19 +215,116 @@ class Lab:
         """Numbers of ranks that the strategy is checked at."""
         return self.capabilities.world_sizes
 
+    @property
+    def again(self) -> Lab | None:
+        """The laboratory in which every episode has processes of its own, to repeat what failed; None: it is this one."""
+        if self._stand and self._again is None:
+            self._again = Lab(
+                self.info,
+                self.options,
+                capabilities=self._declared,
+                settings=self.settings,
+                world_sizes=self._candidates,
+                standing=False,
+            )
+            self._again.__enter__()
+        return self._again
+
+    def _possible(self, candidates: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `candidates` that the plan takes.
+
+        Raises:
+            ConfigError: it refuses all; the reason is that of the last.
+        """
+        sizes, reason = [], ConfigError("no number of ranks was given")
+        for ranks in candidates:
+            try:
+                self.plan(ranks)
+            except ConfigError as error:
+                reason = error
+            else:
+                sizes.append(ranks)
+        if not sizes:
+            raise reason
+        return tuple(sizes)
+
     def plan(self, ranks: int, **settings: Any) -> Plan:
         """The strategy's plan.
 
         Raises:
             ConfigError: it cannot run so.
         """
-        parsed = parse_options(self.info.options, self.options, owner=f"strategy '{self.info.name}'")
-        return self.info.plan(parsed, self.config(episode(ranks, **settings)), World(ranks, ranks))
+        return self._plan(episode(ranks, **settings))
 
-    def config(self, asked: Episode) -> TrainConfig:
-        """The configuration of an episode."""
+    def _plan(self, asked: Episode) -> Plan:
+        parsed = parse_options(self.info.options, self.options, owner=f"strategy '{self.info.name}'")
+        return self.info.plan(parsed, self._as_asked(asked), World(asked.ranks, asked.ranks))
+
+    def promises(self, name: str, ranks: int) -> bool:
+        """True if the plan for `ranks` ranks promises `name`, one of `PROMISES`, and its author has not left it out.
+
+        Raises:
+            ConfigError: there is no plan for so many ranks.
+        """
+        if getattr(self.capabilities, name) is False:
+            return False
+        promised: bool = getattr(self.plan(ranks), name)
+        return promised and not (name == "bf16" and self.refusal(ranks, precision="bf16"))
+
+    def promised(self, ranks: int) -> dict[str, bool]:
+        """All promises for `ranks` ranks by name, as `promises` gives them; empty where there is no plan."""
+        with contextlib.suppress(ConfigError):
+            return {name: self.promises(name, ranks) for name in PROMISES}
+        return {}
+
+    def sync_modes(self, ranks: int) -> tuple[SyncMode, ...]:
+        """The sync modes to check."""
+        return self.capabilities.sync_modes or self.plan(ranks).sync_modes
+
+    def refusal(self, ranks: int, **settings: Any) -> str:
+        """Why a run with `settings` is refused before any rank starts, by the plan or by core; empty: it is not."""
+        try:
+            plan_run(self._as_asked(episode(ranks, **settings)), self.registry, World(ranks, ranks))
+        except MtbError as error:
+            return str(error)
+        return ""
+
+    def micro_batches(self, ranks: int, wanted: int) -> int:
+        """The number of micro-batches nearest above `wanted` that plan and global batch allow."""
+        return self._micro_batches(self.plan(ranks), wanted)
+
+    def _micro_batches(self, plan: Plan, wanted: int) -> int:
+        batch, streams = int(self.settings["global_batch_size"]), plan.layout.data_size
+        if not plan.accumulation:
+            return 1
+        for count in range(max(wanted, plan.least_micro_batches), batch + 1):
+            if batch % (count * streams) == 0:
+                return count
+        raise ConfigError(
+            f"The kit's global batch of {batch} samples cannot be shared by {streams} data ranks in at least "
+            f"{plan.least_micro_batches} micro-batches each; set global_batch_size in StrategyConformance.settings."
+        )
+
+    def _as_asked(self, asked: Episode) -> TrainConfig:
         who = {"strategy": self.info.name, "strategy_opt": self.options} if asked.subject else {"strategy": "single"}
         return TrainConfig(**{**self.settings, **who, "nproc": asked.ranks, **dict(asked.settings)})
+
+    def config(self, asked: Episode) -> TrainConfig:
+        """The configuration of an episode, changed where the plan does not promise what was asked for.
+
+        It has more micro-batches where the plan needs them; and no clipping, the reference neither, where the strategy
+        has none.
+
+        Raises:
+            ConfigError: it cannot be run at all.
+        """
+        config = self._as_asked(asked)
+        if asked.subject:
+            count = self._micro_batches(self._plan(asked), config.grad_accum_steps or 1)
+            config = attrs.evolve(config, grad_accum_steps=count)
+        if config.max_grad_norm and not all(self.plan(ranks).clipping for ranks in self.world_sizes):
+            config = attrs.evolve(config, max_grad_norm=0.0)
+        return config
 
     def run(self, asked: Episode) -> Run:
         """The run of an episode; each is run once.
@@ -235,31 +351,60 @@ class Lab:
     def _run(self, asked: Episode) -> Run:
         folder = self.folder / f"episode-{next(self._numbers):03d}"
         folder.mkdir()
+        work = self._work(asked, folder)
+        standing = self._stand and not asked.fresh and StandingRanks.possible(asked.ranks)
+        ending = self._on_standing_ranks(asked, folder) if standing else _on_fresh_ranks(asked, work)
+        traces = {r: trace for r, trace in enumerate(read_traces(folder, asked.ranks)) if trace is not None}
+        reason = "done" if ending is None else ending.exit_reason
+        if reason == "done" and traces and (result := next(iter(traces.values())).result) is not None:
+            reason = result["exit_reason"]
+        failure, log = (None, {}) if ending is None else (ending.failure, ending.log)
+        return Run(asked, traces, failure, reason, log, folder)
+
+    def _work(self, asked: Episode, folder: Path) -> RankWork:
+        """What each rank of an episode needs.
+
+        Raises:
+            ConfigError: it cannot be run at all.
+        """
         config = attrs.evolve(self.config(asked), run_dir=str(folder / "run"))
         planned = plan_run(config, self.registry, World(asked.ranks, asked.ranks))
         impl = planned.strategy.impl
         planned = attrs.evolve(
             planned, strategy=attrs.evolve(planned.strategy, impl="mtb_core.testing.stage:make_strategy")
         )
-        log: dict[int, list[str]] = {}
-        work = RankWork(planned, impl, asked.probes, asked.states, folder, DEADLINE_S, self._debug)
-        outcome = launch(
-            LaunchSpec(
-                entry=rank_of_episode,
-                payload=work,
-                nproc=asked.ranks,
-                start_method=config.start_method,
-                log_dir=folder / "logs",
-                on_line=_keep_in(log),
-            )
+        return RankWork(planned, impl, asked.probes, asked.states, folder, DEADLINE_S, self._debug)
+
+    def _on_standing_ranks(self, asked: Episode, folder: Path) -> Ending | None:
+        who = (asked.ranks, asked.subject)
+        if who not in self._standing:
+            logs = self.folder / f"ranks-{next(self._numbers):03d}"
+            self._standing[who] = StandingRanks(asked.ranks, self._work, logs)
+        try:
+            ending = self._standing[who].play(asked, folder)
+        except BaseException:
+            self._standing.pop(who).close()
+            raise
+        if ending is not None:
+            del self._standing[who]
+        return ending
+
+
+def _on_fresh_ranks(asked: Episode, work: RankWork) -> Ending:
+    log: dict[int, list[str]] = {}
+    outcome = launch(
+        LaunchSpec(
+            entry=rank_of_episode,
+            payload=work,
+            nproc=asked.ranks,
+            start_method=work.planned.resolved.config.start_method,
+            log_dir=work.folder / "logs",
+            on_line=_keep_in(log),
         )
-        if outcome.signal is not None:
-            raise KeyboardInterrupt if outcome.signal == "SIGINT" else Stopped(outcome.signal)
-        traces = {r: trace for r, trace in enumerate(read_traces(folder, asked.ranks)) if trace is not None}
-        reason: str = outcome.exit_reason
-        if reason == "done" and traces and (result := next(iter(traces.values())).result) is not None:
-            reason = result["exit_reason"]
-        return Run(asked, traces, outcome.failure, reason, log, folder)
+    )
+    if outcome.signal is not None:
+        raise KeyboardInterrupt if outcome.signal == "SIGINT" else Stopped(outcome.signal)
+    return Ending(outcome.exit_reason, outcome.failure, log)
 
 
 def _keep_in(log: dict[int, list[str]]) -> Callable[[int, str], None]:

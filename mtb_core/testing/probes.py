@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Generator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from mtb_core.api.hooks import hookimpl
 from mtb_core.api.values import Prepared
-from mtb_core.api.work import MicroBatch
+from mtb_core.api.work import Loss, MicroBatch, StepWork
 
 from .episodes import Probe
 from .stage import Stage
@@ -20,7 +19,10 @@ from .stage import Stage
 
 @attrs.frozen
 class Inputs(Probe):
-    """Notes (step, digest) of every sample that the model was called with while training, under ``inputs``."""
+    """Keeps what core gives this rank in each step: its positions under ``positions``, by step the inputs under ``inputs``.
+
+    Inputs are int64 [samples of all micro-batches, positions].
+    """
 
     def observer(self, stage: Stage) -> object:
         """See the class."""
@@ -30,24 +32,22 @@ class Inputs(Probe):
 class _Inputs:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._seen: list[tuple[int, str]] = stage.trace.notes.setdefault("inputs", [])
+        self._seen: dict[int, torch.Tensor] = stage.trace.notes.setdefault("inputs", {})
 
     @hookimpl(wrapper=True)
-    def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
-        prepared = yield
-        prepared.module.register_forward_pre_hook(self._note)
-        return prepared
-
-    def _note(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        if module.training and self._stage.step:
-            for row in arguments[0]:
-                digest = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
-                self._seen.append((self._stage.step, digest[:16]))
+    def mtb_accumulate(self, prepared: Prepared, work: StepWork) -> Generator[None, Loss, Loss]:
+        positions = prepared.positions
+        self._stage.trace.notes["positions"] = None if positions is None else [int(p) for p in positions]
+        self._seen[self._stage.step] = work.inputs.detach().cpu().flatten(0, 1).clone()
+        return (yield)
 
 
 @attrs.frozen
 class RaiseInSyncContext(Probe):
-    """Before the last micro-batch of `step`, enters an unsynchronised context and leaves it by an exception."""
+    """Before the last micro-batch of `step`, enters an unsynchronised context and leaves it by an exception.
+
+    Notes ``raised`` where there was one.
+    """
 
     step: int
 
@@ -68,14 +68,15 @@ class _RaiseInSyncContext:
     def mtb_micro_batch(
         self, prepared: Prepared, micro: MicroBatch
     ) -> Generator[None, contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        if micro.index == micro.count - 1 and self._stage.step in (self._step - 1, self._step):
+        if micro.index == micro.count - 1 and self._stage.step == self._step:
+            self._stage.trace.notes["raised"] = True
             unsynchronised = MicroBatch(0, micro.count, sync=False)
             with contextlib.suppress(_OnPurpose), self._stage.strategy.micro_batch(prepared, unsynchronised):
                 raise _OnPurpose
         return (yield)
 
 
-def _all_modules(prepared: Prepared) -> set[torch.nn.Module]:
+def all_modules(prepared: Prepared) -> set[torch.nn.Module]:
     """`core` may only name parameters, and `module` may not know what it calls as its own; so those of both."""
     return {*prepared.module.modules(), *prepared.core.modules()}
 
@@ -98,7 +99,7 @@ class _Modes:
     @hookimpl(wrapper=True)
     def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
         prepared = yield
-        for module in _all_modules(prepared):
+        for module in all_modules(prepared):
             if module is prepared.core or module is not prepared.module:  # an engine's shell has no mode of its own
                 module.register_forward_pre_hook(self._note)
         return prepared
@@ -124,7 +125,7 @@ class _Forwards:
     @hookimpl(wrapper=True)
     def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
         prepared = yield
-        for module in _all_modules(prepared):
+        for module in all_modules(prepared):
             module.register_forward_pre_hook(self._count)
         return prepared
 

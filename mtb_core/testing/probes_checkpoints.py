@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import attrs
 import numpy as np
@@ -17,7 +18,7 @@ from mtb_core.api.records import RunInfo, StepRecord
 from mtb_core.api.values import RankContext
 from mtb_core.ckpt.layout import READY, DamagedCheckpoint
 from mtb_core.ckpt.manifest import read_manifest
-from mtb_core.ckpt.opened import file_problem, required_files
+from mtb_core.ckpt.opened import file_problem, storage_of, unlisted
 from mtb_core.ranks.failures import exit_failure, record_failure
 
 from .episodes import Probe
@@ -86,6 +87,8 @@ class _HoldWriter:
 class KillInSave(Probe):
     """Kills `rank` when a save reaches `point`; each rank first leaves in the run's folder where it started from."""
 
+    fresh: ClassVar[bool] = True
+
     rank: int
     point: str
 
@@ -150,7 +153,7 @@ def incompleteness(path: Path) -> str:
         manifest = read_manifest(path)
     except DamagedCheckpoint as error:
         return f"{error.file}: {error.problem}"
-    missing = [name for name in required_files(manifest.world_size) if name not in manifest.files]
+    missing = unlisted(manifest, storage_of(manifest))
     if missing:
         return f"the manifest does not list {', '.join(missing)}"
     for name in manifest.files:

@@ -6,19 +6,21 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
-from torch.utils._pytree import tree_map_only
 
 from mtb_core.api.hooks import hookimpl
+from mtb_core.api.strategy import Strategy
 from mtb_core.api.values import Prepared
+from mtb_core.api.work import Loss, StepWork
 
 from .drills import SignalAt
 from .episodes import Probe
+from .probes import all_modules
 from .stage import Stage
 
 _MARK = "MTB_KIT_MARK"
@@ -31,39 +33,22 @@ class RaisedOnPurpose(Exception):
 
 
 @attrs.frozen
-class NanInOutput(Probe):
-    """Makes every output of the model NaN on `rank` in `step`, and so the loss and every gradient."""
+class NanInLoss(Probe):
+    """Makes the loss NaN on `rank` in `step`, and so every gradient. `rank` must be one that counts loss."""
 
     rank: int
     step: int
 
     def observer(self, stage: Stage) -> object:
         """See the class."""
-        return _NanInOutput(stage, self)
-
-
-class _NanInOutput:
-    def __init__(self, stage: Stage, where: NanInOutput) -> None:
-        self._stage, self._step, self._here = stage, where.step, stage.trace.rank == where.rank
-
-    @hookimpl(wrapper=True)
-    def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
-        prepared = yield
-        if self._here:
-            prepared.module.register_forward_hook(self._spoil)
-        return prepared
-
-    def _spoil(self, module: torch.nn.Module, _arguments: Any, output: Any) -> Any:
-        if module.training and self._stage.step == self._step:
-            return tree_map_only(torch.Tensor, lambda tensor: tensor * float("nan"), output)
-        return output
+        return _InLoss(stage, self.rank, self.step, lambda loss: loss * float("nan"))
 
 
 @attrs.frozen
 class InfinityInBackward(Probe):
-    """Makes every gradient infinite or NaN on `rank` from `step` on, with a loss that is right.
+    """Makes every gradient infinite or NaN on `rank` in `step`, with a loss that is right.
 
-    From the step on, because core then does it once more to see whose gradient it was.
+    `rank` must be one that counts loss.
     """
 
     rank: int
@@ -71,38 +56,53 @@ class InfinityInBackward(Probe):
 
     def observer(self, stage: Stage) -> object:
         """See the class."""
-        return _InfinityInBackward(stage, self)
+        return _InLoss(stage, self.rank, self.step, _with_infinite_gradient)
 
 
-class _InfinityInBackward:
-    def __init__(self, stage: Stage, where: InfinityInBackward) -> None:
-        self._stage, self._step, self._here = stage, where.step, stage.trace.rank == where.rank
-
-    @hookimpl(wrapper=True)
-    def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
-        prepared = yield
-        if self._here:
-            prepared.module.register_forward_hook(self._spoil)
-        return prepared
-
-    def _spoil(self, _module: torch.nn.Module, _arguments: Any, output: Any) -> Any:
-        if torch.is_grad_enabled() and self._stage.step >= self._step:
-            return tree_map_only(torch.Tensor, _with_infinite_gradient, output)
-        return output
-
-
-def _with_infinite_gradient(tensor: torch.Tensor) -> torch.Tensor:
-    same = tensor.view_as(tensor)
-    same.register_hook(lambda gradient: gradient * float("inf"))
+def _with_infinite_gradient(loss: torch.Tensor) -> torch.Tensor:
+    same = loss.view_as(loss)
+    if same.requires_grad:
+        same.register_hook(lambda gradient: gradient * float("inf"))
     return same
+
+
+class _InLoss:
+    """Changes each loss that the strategy gets, however it schedules its forwards."""
+
+    def __init__(self, stage: Stage, rank: int, step: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._stage, self._step, self._change = stage, step, change
+        if stage.trace.rank == rank:
+            stage.intercept("accumulate", self._spoiling)
+
+    def _spoiling(self, accumulate: Callable[..., Any]) -> Callable[..., Any]:
+        def spoiling(strategy: Strategy, prepared: Prepared, work: StepWork) -> Loss:
+            if self._stage.step == self._step:
+                work = attrs.evolve(work, forward=self._spoiled(work.forward), loss=self._spoiled(work.loss))
+            found: Loss = accumulate(strategy, prepared, work)
+            return found
+
+        return spoiling
+
+    def _spoiled(self, function: Callable[..., Loss]) -> Callable[..., Loss]:
+        def spoiled(*arguments: Any) -> Loss:
+            found = function(*arguments)
+            return attrs.evolve(found, sum=self._change(found.sum))
+
+        return spoiled
+
+    @hookimpl
+    def mtb_run_finished(self) -> None:
+        """Every run plugin implements a hook."""
 
 
 @attrs.frozen
 class FailInForward(Probe):
-    """On `rank`, the first forward of `step` raises `RaisedOnPurpose` or, with `kill`, the process is killed.
+    """On `rank`, the first forward of any module in `step` raises `RaisedOnPurpose` or, with `kill`, the process is killed.
 
     On every rank, what it starts from then on has `mark` in its environment, see `survivors`.
     """
+
+    fresh: ClassVar[bool] = True
 
     rank: int
     step: int
@@ -122,8 +122,8 @@ class _FailInForward:
     @hookimpl(wrapper=True)
     def mtb_prepare(self) -> Generator[None, Prepared, Prepared]:
         prepared = yield
-        if self._here:
-            prepared.module.register_forward_pre_hook(self._fail)
+        for module in all_modules(prepared) if self._here else ():
+            module.register_forward_pre_hook(self._fail)
         return prepared
 
     def _fail(self, _module: torch.nn.Module, _arguments: Any) -> None:
@@ -136,6 +136,8 @@ class _FailInForward:
 @attrs.frozen
 class Signalled(Probe):
     """Sends the signal `number` to `rank` when `step` was recorded."""
+
+    fresh: ClassVar[bool] = True
 
     rank: int
     step: int
@@ -164,8 +166,7 @@ class _StateAtEnd:
     @hookimpl
     def mtb_run_finished(self, exit_reason: str) -> None:
         # A rank that failed alone must not start what the others do not take part in.
-        # To find out whose gradient it was core does a step's micro-batches once more, which counts as one more here.
-        if exit_reason == "failed" and self._stage.step >= self._step and self._stage.prepared is not None:
+        if exit_reason == "failed" and self._stage.step == self._step and self._stage.prepared is not None:
             self._stage.keep_state(self._step)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import os
 import signal
 import sys
@@ -15,16 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
 import torch.distributed as dist
 
 from mtb_core.api.hooks import hookimpl
-from mtb_core.api.strategy import Strategy
 from mtb_core.api.values import Prepared
-from mtb_core.api.work import MicroBatch
 from mtb_core.registry.run_hooks import METHODS
 
 from .episodes import Probe
@@ -38,6 +35,8 @@ _SETTLE_S = 2.0
 @attrs.frozen
 class Groups(Probe):
     """Notes the process groups before ``prepare`` and after ``close``, name to ranks, as ``groups``."""
+
+    fresh: ClassVar[bool] = True
 
     def observer(self, stage: Stage) -> object:
         """See the class."""
@@ -72,6 +71,8 @@ class Leftovers(Probe):
     Both are counts by name; of files also what kind of socket.
     """
 
+    fresh: ClassVar[bool] = True
+
     def observer(self, stage: Stage) -> object:  # noqa: ARG002  (it only looks from outside the run)
         """See the class."""
         return _Nothing()
@@ -88,6 +89,8 @@ class Surroundings(Probe):
     Working directory, environment, signal handlers; and files in the working directory, which is an empty one of this
     rank's own meanwhile.
     """
+
+    fresh: ClassVar[bool] = True
 
     def observer(self, stage: Stage) -> object:  # noqa: ARG002  (it only looks from outside the run)
         """See the class."""
@@ -229,29 +232,18 @@ class HookCalls(Probe):
 
 class _HookCalls:
     def __init__(self, stage: Stage) -> None:
+        self._stage = stage
         self._seen: dict[int, Counter[str]] = stage.trace.notes.setdefault("hook_calls", {})
-        self._step = 0
-        make = stage.make_strategy
-        stage.make_strategy = lambda: self._counted(make())  # type: ignore[method-assign]
-
-    def _counted(self, strategy: Strategy) -> Strategy:
-        """The same object, of a subclass whose methods count and then do what they did."""
-        own = type(strategy)
-        methods = {n: m for n in METHODS if inspect.isfunction(m := inspect.getattr_static(own, n))}
-        strategy.__class__ = type(own.__name__, (own,), {n: self._counting(n, m) for n, m in methods.items()})
-        return strategy
+        for name in METHODS:
+            stage.intercept(name, functools.partial(self._counting, name))
 
     def _counting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)  # pluggy looks at the arguments' names
         def call(*values: Any, **named: Any) -> Any:
-            self._seen.setdefault(self._step, Counter())[name] += 1
+            self._seen.setdefault(self._stage.step, Counter())[name] += 1
             return method(*values, **named)
 
         return call
 
-    @hookimpl(wrapper=True)
-    def mtb_micro_batch(
-        self, micro: MicroBatch
-    ) -> Generator[None, contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        self._step += micro.index == 0
-        return (yield)
+    @hookimpl
+    def mtb_run_finished(self) -> None:
+        """Every run plugin implements a hook."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -132,6 +132,8 @@ class Living(Probe):
 
     Whole numbers are left out: batches that are loaded ahead would count.
     """
+
+    fresh: ClassVar[bool] = True
 
     steps: tuple[int, ...]
 

@@ -20,17 +20,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List what was skipped for lack of a declared capability."""
+    """List what was skipped because the plan does not promise it."""
     if "mtb_core.testing.conformance" not in sys.modules:
         return
     skipped: dict[str, int] = {}
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if "not declared: " in reason:
+        if "not promised: " in reason:
             owner = report.nodeid.rpartition("::test_conformance")[0]
             text = f"{owner}: {reason.removeprefix('Skipped: ')}"
             skipped[text] = skipped.get(text, 0) + 1
     if skipped:
-        terminalreporter.section("conformance checks skipped for lack of a declared capability")
+        terminalreporter.section("conformance checks of what the strategy's plan does not promise")
         for text, count in skipped.items():
             terminalreporter.line(f"{text} ({count} checks)")

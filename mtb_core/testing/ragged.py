@@ -13,10 +13,9 @@ from mtb_core.data.synthetic import SyntheticDataset, synthetic
 class RaggedDataset:
     """The synthetic data, of which sample i keeps only ``i % (seq_length + 1)`` targets: some none at all."""
 
-    size = None
-
-    def __init__(self, base: SyntheticDataset) -> None:
+    def __init__(self, base: SyntheticDataset, size: int | None = None) -> None:
         self._base = base
+        self.size = size
         self.vocab_size, self.seq_length = base.vocab_size, base.seq_length
 
     def fetch(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -30,3 +29,8 @@ class RaggedDataset:
 def ragged(config: TrainConfig) -> RaggedDataset:
     """The data set named ``kit-ragged``."""
     return RaggedDataset(synthetic(config))
+
+
+def ragged_23(config: TrainConfig) -> RaggedDataset:
+    """The data set named ``kit-ragged-23``: an epoch of 23 samples, which no number of ranks divides."""
+    return RaggedDataset(synthetic(config), 23)

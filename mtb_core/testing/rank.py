@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import faulthandler
+import io
 import pickle
 import sys
 from collections.abc import Callable
@@ -74,8 +76,26 @@ def rank_of_episode(work: RankWork, worker: Worker) -> None:
                 stack.enter_context(work.debug.post_mortem())
             here.trace.result = rank_main(payload, worker)
     finally:
-        trace_path(work.folder, worker.rank).write_bytes(pickle.dumps(here.trace))
+        trace_path(work.folder, worker.rank).write_bytes(_pickled(here.trace))
         faulthandler.cancel_dump_traceback_later()
+
+
+def _pickled(trace: stage.RankTrace) -> bytes:
+    """The trace for `read_traces`; torch's own way takes some hundred microseconds a tensor."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _by_bytes}
+    pickler.dump(trace)
+    return file.getvalue()
+
+
+def _by_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _from_bytes, (data, tensor.dtype, tuple(tensor.shape))
+
+
+def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def trace_path(folder: Path, rank: int) -> Path:

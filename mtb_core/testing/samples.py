@@ -1,12 +1,16 @@
-"""Small models with what trips strategies: frozen, unused and odd parameters, buffers."""
+"""Small models with what trips strategies: frozen, unused and odd parameters, buffers, an auxiliary loss."""
 
 from __future__ import annotations
 
+import attrs
 import torch
 from torch import nn
 
 from mtb_core.api.values import ModelSpec
+from mtb_core.api.work import Loss
 from mtb_core.config import TrainConfig
+from mtb_core.config.schema import IGNORE_LABEL
+from mtb_core.model.gpt import gpt_spec
 
 
 class _Block(nn.Module):
@@ -154,3 +158,19 @@ def scalar(config: TrainConfig) -> ModelSpec:
 def buffers(config: TrainConfig) -> ModelSpec:
     """The model ``kit-buffers``."""
     return _spec(config, Buffers)
+
+
+def extra(config: TrainConfig) -> ModelSpec:
+    """The model ``kit-extra``: the built-in one, with an auxiliary loss and a metric; its modules have their roles."""
+    return attrs.evolve(gpt_spec(config), loss=_loss_with_extra, metrics=("log_partition",))
+
+
+def _loss_with_extra(output: torch.Tensor, targets: torch.Tensor) -> Loss:
+    logits, wanted = output.reshape(-1, output.shape[-1]).float(), targets.reshape(-1)
+    valid = wanted != IGNORE_LABEL
+    partition = torch.logsumexp(logits, -1)[valid]
+    return Loss(
+        torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORE_LABEL, reduction="sum"),
+        extra=partition.square().sum() / 8,
+        metrics={"log_partition": partition.detach().sum()},
+    )

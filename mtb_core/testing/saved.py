@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from mtb_core.ckpt.dtypes import carrier
+from mtb_core.ckpt.entries import TensorEntry
 from mtb_core.ckpt.layout import DamagedCheckpoint, step_name
-from mtb_core.ckpt.metadata import TensorEntry
 from mtb_core.ckpt.opened import Opened, open_checkpoint
 
 from .lab import Run

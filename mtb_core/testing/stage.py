@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import attrs
@@ -11,11 +12,10 @@ import torch
 
 from mtb_core.api.descriptions import load_reference
 from mtb_core.api.hooks import hookimpl
-from mtb_core.api.records import RunInfo, StepRecord
+from mtb_core.api.records import Phase, RunInfo, StepRecord
 from mtb_core.api.strategy import Strategy
 from mtb_core.api.values import Job, Plan, Prepared, State
-from mtb_core.api.work import Loss, MicroBatch
-from mtb_core.measure.collectives import Collective, CountCollectives
+from mtb_core.measure.collectives import Collective
 
 #: A copy of a `Piece`: tensor, shape of the whole, offset.
 Part = tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]
@@ -38,10 +38,10 @@ class RankTrace:
     Attributes:
         states: by step, the parts of model and optimizer that this rank holds.
         records: one of each step.
-        micros: each micro-batch.
-        collectives: of each step, from its first micro-batch to the end of its optimizer step.
+        begun: the last step that was begun; 0: none.
+        micros: each micro-batch that went through the hook; of episodes with the probe `Collectives`.
+        collectives: of each step, from the first forward to the end of its optimizer step; of such episodes too.
         rates: learning rates that the optimizer's groups had when it stepped.
-        calls: how often each strategy hook was called.
         notes: whatever probes have written down.
         result: the run's result as JSON; None where this rank did not get so far.
     """
@@ -52,10 +52,10 @@ class RankTrace:
     states: dict[int, dict[str, list[Part]]] = attrs.field(factory=dict)
     scalars: dict[int, Mapping[str, Any]] = attrs.field(factory=dict)
     records: list[StepRecord] = attrs.field(factory=list)
+    begun: int = 0
     micros: list[MicroTrace] = attrs.field(factory=list)
     collectives: dict[int, tuple[Collective, ...]] = attrs.field(factory=dict)
     rates: dict[int, list[float]] = attrs.field(factory=dict)
-    calls: dict[str, int] = attrs.field(factory=dict)
     notes: dict[str, Any] = attrs.field(factory=dict)
     result: dict[str, Any] | None = None
 
@@ -80,6 +80,7 @@ class Stage:
         self.prepared: Prepared | None = None
         self._impl = impl
         self._strategy: Strategy | None = None
+        self._interceptors: list[tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
 
     @property
     def strategy(self) -> Strategy:
@@ -87,11 +88,21 @@ class Stage:
         assert self._strategy is not None
         return self._strategy
 
+    def intercept(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Have what ``make(method)`` gives called in place of the strategy's method `name`; both take `self` first."""
+        self._interceptors.append((name, make))
+
     def make_strategy(self) -> Strategy:
         """Make the strategy that core gets, and remember it."""
-        self._strategy = load_reference(self._impl)()
-        assert self._strategy is not None
-        return self._strategy
+        strategy: Strategy = load_reference(self._impl)()
+        for name, make in self._interceptors:
+            # The same object, of a subclass.
+            own = type(strategy)
+            method = inspect.getattr_static(own, name)
+            replaced = functools.wraps(method)(make(method))  # pluggy looks at the arguments' names
+            strategy.__class__ = type(own.__name__, (own,), {name: replaced})
+        self._strategy = strategy
+        return strategy
 
     def keep_state(self, step: int) -> None:
         """Copy what this rank holds of model and optimizer."""
@@ -125,7 +136,6 @@ class Recorder:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._trace = stage.trace
-        self._counter: CountCollectives | None = None
 
     @hookimpl(wrapper=True)
     def mtb_prepare(self, job: Job) -> Generator[None, Prepared, Prepared]:
@@ -147,44 +157,17 @@ class Recorder:
         if info.first_step - 1 in self._stage.states:
             self._stage.keep_state(info.first_step - 1)
 
-    @hookimpl(wrapper=True)
-    def mtb_accumulate(self) -> Generator[None, Loss, Loss]:
-        """It opens the step."""
-        self._stage.step += 1
-        self._counter = CountCollectives()
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
-        return (yield)
+    @hookimpl
+    def mtb_phase(self, phase: Phase, step: int) -> None:
+        """Keep the number of the step that begins."""
+        if phase in ("step", "compile"):
+            self._stage.step = self._trace.begun = step
 
     @hookimpl(wrapper=True)
-    def mtb_micro_batch(
-        self, micro: MicroBatch
-    ) -> Generator[None, contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Watch the collectives of a micro-batch."""
-        context = yield
-        return self._watched(context, micro)
-
-    @contextlib.contextmanager
-    def _watched(self, context: contextlib.AbstractContextManager[None], micro: MicroBatch) -> Any:
-        counter = self._counter
-        before = 0 if counter is None else len(counter.seen)
-        with context:
-            yield
-        seen = () if counter is None else tuple(counter.seen[before:])
-        self._trace.micros.append(MicroTrace(self._stage.step, micro.index, micro.sync, seen))
-
-    @hookimpl(wrapper=True)
-    def mtb_optimizer_step(self, prepared: Prepared) -> Generator[None, Any, Any]:
-        """The last strategy hook of a step."""
+    def mtb_optimizer_step(self, prepared: Prepared) -> Generator[None, bool, bool]:
+        """Note the learning rates, also where the optimizer has no hooks."""
         self._note_rates(prepared.optimizer)
-        applied = yield
-        self._end_counting()
-        return applied
-
-    def _end_counting(self) -> None:
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._trace.collectives[self._stage.step] = tuple(self._counter.seen)
-            self._counter = None
+        return (yield)
 
     @hookimpl
     def mtb_step_recorded(self, record: StepRecord) -> None:
@@ -195,7 +178,6 @@ class Recorder:
 
     @hookimpl(wrapper=True)
     def mtb_close(self) -> Generator[None, None, None]:
-        """Forget the model; a step that failed is no longer counted."""
-        self._end_counting()
+        """Forget the model."""
         self._stage.prepared = None
         yield

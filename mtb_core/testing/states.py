@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mtb_core.ckpt.loading import owner_of
+
 from .stage import Part, RankTrace
 
 #: Whole tensors by key, as in `State`.
@@ -27,12 +29,12 @@ class Mismatch(Exception):
         self.seen = seen
 
 
-def assemble(traces: Mapping[int, RankTrace], step: int) -> Whole:
-    """Model and optimizer after `step`, whole.
+def assemble(traces: Mapping[int, RankTrace], step: int, *, agreeing: bool = True) -> Whole:
+    """Model and optimizer after `step`, whole. Of ranks that hold the same elements the last one counts.
 
     Raises:
-        Mismatch: elements that no rank holds; ranks that hold the same elements but not the same values; parts that
-            do not fit into their whole.
+        Mismatch: elements that no rank holds; ranks that hold the same elements but not the same values, if they must
+            be `agreeing`; parts that do not fit into their whole.
     """
     parts: dict[str, list[tuple[int, Part]]] = {}
     for rank, trace in traces.items():
@@ -40,10 +42,10 @@ def assemble(traces: Mapping[int, RankTrace], step: int) -> Whole:
             raise Mismatch(f"the state of rank {rank} after step {step}", "the rank did not get there")
         for key, own in trace.states[step].items():
             parts.setdefault(key, []).extend((rank, part) for part in own)
-    return {key: _whole(key, held) for key, held in parts.items()}
+    return {key: _whole(key, held, agreeing) for key, held in parts.items()}
 
 
-def _whole(key: str, held: list[tuple[int, Part]]) -> torch.Tensor:
+def _whole(key: str, held: list[tuple[int, Part]], agreeing: bool) -> torch.Tensor:
     shapes = {shape for _, (_, shape, _) in held}
     if len(shapes) != 1:
         raise Mismatch(f"one shape of '{key}' on all ranks", f"shapes {sorted(shapes)}")
@@ -58,7 +60,7 @@ def _whole(key: str, held: list[tuple[int, Part]]) -> torch.Tensor:
                 f"rank {rank} has one of shape {list(tensor.shape)} at {list(offset)}",
             )
         known = owner[where] >= 0
-        if known.any() and not torch.equal(_bits(whole[where])[known], _bits(tensor)[known]):
+        if agreeing and known.any() and not torch.equal(_bits(whole[where])[known], _bits(tensor)[known]):
             other = int(owner[where][known].max())
             raise Mismatch(
                 f"ranks that hold the same elements of '{key}' to hold the same values",
@@ -95,6 +97,13 @@ def equal_bitwise(seen: Mapping[str, torch.Tensor], expected: Mapping[str, torch
             )
         if not torch.equal(seen[key], tensor):
             raise Mismatch(f"{what}: the same bits in '{key}'", f"a difference of up to {_largest(seen[key], tensor)}")
+
+
+def comparable(seen: Whole, expected: Whole) -> tuple[Whole, Whole]:
+    """Both without the state of an owner (a strategy, a plugin) that only one of them has, as loading leaves it out."""
+    apart = {owner_of(key) for key in seen} ^ {owner_of(key) for key in expected}
+    kept = [{key: t for key, t in side.items() if owner_of(key) not in apart - {None}} for side in (seen, expected)]
+    return kept[0], kept[1]
 
 
 def same_keys(seen: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:

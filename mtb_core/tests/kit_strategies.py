@@ -274,11 +274,11 @@ class NeedsParent(Right):
         return super().prepare(job)
 
 
-class OddParameters(Right):
-    """A number of parameters that is no integer."""
+class OddFacts(Right):
+    """A fact for the result that is no JSON value."""
 
     def prepare(self, job):
-        return attrs.evolve(super().prepare(job), parameters=10.5)
+        return attrs.evolve(super().prepare(job), facts={"where": torch.zeros(3)})
 
 
 class CallsItself(Right):
@@ -287,6 +287,58 @@ class CallsItself(Right):
     def optimizer_step(self, prepared, apply):
         self.gradients(prepared)
         return super().optimizer_step(prepared, apply)
+
+
+class OwnState(Right):
+    """Keeps state of its own, a tensor under its name and scalars, which are saved and given back."""
+
+    def prepare(self, job):
+        prepared = super().prepare(job)
+        prepared.engine.update(mean=torch.zeros(3), count=0)
+        return prepared
+
+    def optimizer_step(self, prepared, apply):
+        prepared.engine["mean"].lerp_(prepared.trainable[0].detach().reshape(-1)[:3], 0.5)
+        prepared.engine["count"] += 1
+        return super().optimizer_step(prepared, apply)
+
+    def state(self, prepared):
+        for buffer in prepared.core.buffers():
+            dist.broadcast(buffer, 0)
+        own = {f"strategy/{type(self).__name__.lower()}/mean": [Piece(prepared.engine["mean"], (3,), (0,))]}
+        return State({**super().state(prepared).pieces, **own}, {"count": prepared.engine["count"]})
+
+    def state_loaded(self, prepared, state):
+        prepared.engine["count"] = state.scalars.get("count", 0)
+
+
+class FewerGroups(Right):
+    """As a stage of a pipeline may: the second rank's optimizer has one group less."""
+
+    def prepare(self, job):
+        prepared = super().prepare(job)
+        if dist.get_rank():
+            del prepared.optimizer.param_groups[1]
+        return prepared
+
+
+class ScalarsForgotten(OwnState):
+    """The scalars that were saved are not taken back."""
+
+    def state_loaded(self, prepared, state):
+        pass
+
+
+class OwnCopied(OwnState):
+    """The tensor of its own is given to be filled as a copy."""
+
+    def state(self, prepared):
+        state = super().state(prepared)
+        return State(_changed(state, lambda key, p: (key, _copied(key, p))).pieces, state.scalars)
+
+
+def _copied(key, p):
+    return Piece(p.tensor.clone(), p.shape, p.offset) if key.startswith("strategy/") else p
 
 
 _PLANS = {NeedsParent: plan_and_remember}

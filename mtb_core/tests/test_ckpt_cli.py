@@ -113,13 +113,6 @@ def test_verify_two_damaged(folder):
     assert "step_00000003/READY: it is missing" in result["reasons"][0]
 
 
-def test_verify_older_formats(tmp_path):
-    """FR-26: a checkpoint without digests does not verify."""
-    from .test_ckpt_versions import DATA
-
-    assert parsed("verify", DATA / "v1" / "step_00000003", code=1)["ok"] is False
-
-
 def test_tolerance_needs_two(folder):
     """--tolerance alone makes no sense."""
     assert "--tolerance" in run("verify", folder / "step_00000001", "--tolerance", "1", code=2)[1]

@@ -139,17 +139,55 @@ def test_random_state(pair):
     assert result["reasons"] == ["rng: rank_00000.torch_cpu differs"]
 
 
-def test_missing_on_both_sides():
-    """Random state and schedule that are missing on both sides are no match: the older format against itself."""
-    from .test_ckpt_versions import DATA
+@pytest.mark.parametrize("key", ["strategy/ep/momentum", "plugins/ema/w", "extra", "models/w", "model"])
+def test_every_tensor_counts(pair, key):
+    """A tensor that is neither the model's nor the optimizer's is compared: changed, and on one side only."""
+    tensors = {"model/w": torch.ones(2), key: torch.zeros(4)}
+    changed = pair(tensors, {**tensors, key: torch.tensor([0.0, 0.0, 1.0, 0.0])})
+    assert not changed["exact_match"]
+    assert changed["sections"]["other_tensors"]["first_difference"]["name"] == key
+    assert changed["sections"]["other_tensors"]["first_difference"]["index"] == [2]
+    assert changed["digests"]["left"]["other_tensors"] != changed["digests"]["right"]["other_tensors"]
 
-    old = open_checkpoint(DATA / "v1" / "step_00000003")
-    result = strict(compare_checkpoints(old, old))
-    assert result["sections"]["model"]["exact"]
+
+@pytest.mark.parametrize("sides", [(True, False), (False, True), (True, True)])
+def test_tensors_of_one_side(pair, sides):
+    """A tensor that only one side has is a difference, whoever's it is."""
+    tensors = {"model/w": torch.ones(2)}
+    left, right = ({**tensors, "strategy/ep/m": torch.ones(1)} if has else tensors for has in sides)
+    result = pair(left, right)
+    assert result["exact_match"] == all(sides)
+    assert result["sections"]["other_tensors"]["compared"] == 1
+
+
+def test_tolerance_for_every_tensor(pair):
+    """A tolerance holds for tensors of strategies and plugins as for the model's."""
+    left = {"model/w": torch.ones(2), "plugins/ema/w": torch.tensor([100.0])}
+    result = pair(left, {**left, "plugins/ema/w": torch.tensor([100.05])}, 1e-3)
+    assert (result["exact_match"], result["matches"]) == (False, True)
+    assert not pair(left, {**left, "plugins/ema/w": torch.tensor([101.0])}, 1e-3)["matches"]
+
+
+@pytest.mark.parametrize("right", [{"count": 2}, {}])
+def test_scalars_count(tmp_path, right):
+    """Scalars of a strategy are compared, also where one side has none."""
+    opened = []
+    for side, scalars in (("l", {"count": 1}), ("r", right)):
+        manager = CheckpointManager(tmp_path / side, asynchronous=False)
+        manager.preflight()
+        manager.save(1, State({"model/w": [Piece(torch.ones(1), (1,), (0,))]}, scalars), sections=SECTIONS, rng={})
+        opened.append(open_checkpoint(tmp_path / side / "step_00000001"))
+    result = strict(compare_checkpoints(*opened))
     assert not result["exact_match"]
-    assert not result["sections"]["rng"]["exact"]
-    assert result["sections"]["scheduler"]["reason"] == "it is missing on both sides"
-    assert result["left_deterministic"] is False
+    assert result["sections"]["scalars"]["first_difference"]["name"] == "count"
+    assert compare_checkpoints(opened[0], opened[0])["exact_match"]
+
+
+def test_what_is_not_compared_is_said(pair):
+    """A plugin's values that only one side has are listed beside the verdict."""
+    tensors = {"model/w": torch.ones(1)}
+    result = pair(tensors, tensors, sections={**SECTIONS, "plugins": {"watch": {"seen": 3}}})
+    assert (result["exact_match"], result["not_compared"]) == (True, ["plugins"])
 
 
 def two_ranks(rank, folder):

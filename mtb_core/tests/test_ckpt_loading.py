@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.state import module_state
@@ -43,6 +45,60 @@ def test_shapes_and_dtypes(tmp_path):
     ):
         manager.load(path, target)
     assert target.pieces["b"][0].tensor.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "outcome"),
+    [
+        ("strategy/ep/m", "strategy/ep/m", None),
+        ("strategy/ep/m", None, "only one side has state of strategy/ep"),
+        ("strategy/ep/m", "strategy/cp/m", "only one side has state of strategy/cp, strategy/ep"),
+    ],
+)
+def test_state_of_owners(tmp_path, caplog, stored, wanted, outcome):
+    """State of a strategy that one side has not at all is left out, said aloud, and not deterministic."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **({stored: torch.ones(3)} if stored else {})))
+    own = torch.full((3,), 7.0)
+    loaded = manager.load(path, whole(a=torch.zeros(2), **({wanted: own} if wanted else {})))
+    assert (loaded.deterministic, loaded.determinism_reason) == (outcome is None, outcome)
+    assert own.tolist() == ([1.0] * 3 if stored == wanted else [7.0] * 3)
+    assert (outcome or "") in caplog.text
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("plugins/off/w", None), (None, "plugins/on/w")])
+def test_run_plugins_come_and_go(tmp_path, caplog, stored, wanted):
+    """Tensors of a plugin that is new stay as they are, those of one that is gone are left alone; training goes on exactly."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **({stored: torch.ones(3)} if stored else {})))
+    own = torch.full((3,), 7.0)
+    loaded = manager.load(path, whole(a=torch.zeros(2), **({wanted: own} if wanted else {})))
+    assert loaded.deterministic
+    assert own.tolist() == [7.0] * 3
+    assert ("has tensors of plugins/off, which is not part of this run" in caplog.text) is (stored is not None)
+
+
+def test_a_run_plugin_without_its_tensors(tmp_path):
+    """A checkpoint that has a plugin's JSON values and not its tensors is not one from before the plugin was on."""
+    manager = CheckpointManager(tmp_path, asynchronous=False)
+    manager.preflight()
+    manager.save(1, whole(a=torch.ones(2)), sections={"plugins": {"p": {}}})
+    with pytest.raises(RunFailed, match=r"missing in it: plugins/p/a"):
+        manager.load(tmp_path / "step_00000001", whole(a=torch.zeros(2), **{"plugins/p/a": torch.zeros(3)}))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "problem"),
+    [
+        (("strategy/ep/m",), ("strategy/ep/m", "strategy/ep/n"), "missing in it: strategy/ep/n"),
+        (("strategy/ep/m", "strategy/ep/n"), ("strategy/ep/m",), "not in this training: strategy/ep/n"),
+        (("strategy/ep",), (), "not in this training: strategy/ep"),
+        (("strategies/ep/m",), (), "not in this training: strategies/ep/m"),
+    ],
+)
+def test_parts_of_an_owners_state(tmp_path, stored, wanted, problem):
+    """State of which only a part is there is refused, as that of model and optimizer is."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **{key: torch.ones(3) for key in stored}))
+    with pytest.raises(RunFailed, match=problem):
+        manager.load(path, whole(a=torch.zeros(2), **{key: torch.ones(3) for key in wanted}))
 
 
 def test_many_names_are_cut(tmp_path):
@@ -129,13 +185,13 @@ def hop(rank, source, target, world, dim):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_shards_of_any_number(tmp_path):
-    """FR-30: 2 -> 3 -> 4 -> 1 ranks, cut along rows or columns, is exact at every hop, and plain torch reads each."""
+    """FR-30: 2 -> 3 -> 4 -> 1 ranks, cut along rows or columns, is exact at every hop, and torch's own reader reads each."""
     source = None
     for world, dim in ((2, 0), (3, 1), (4, 0), (1, 0)):
         target = tmp_path / f"{world}-{dim}"
         run_ranks(world, hop, source, target, world, dim)
         out = {k: torch.zeros_like(t) for k, t in TENSORS.items()}
-        dcp.load(out, checkpoint_id=target / "step_00000001")
+        dcp.load(out, storage_reader=HuggingFaceStorageReader(str(target / "step_00000001")))
         assert all(torch.equal(out[k], t) for k, t in TENSORS.items())
         if source is not None:
             result = compare_checkpoints(
@@ -159,7 +215,8 @@ def holder(rank, folder):
 def test_a_rank_without_parameters(tmp_path):
     """FR-30: a rank that holds nothing takes part in saving and loading."""
     run_ranks(2, holder, tmp_path)
-    assert (tmp_path / "step_00000001" / "__1_0.distcp").stat().st_size == 0
+    with safe_open(tmp_path / "step_00000001" / "rank_00001.safetensors", "pt") as file:
+        assert list(file.keys()) == []
 
 
 def partial_copies(rank, folder):

@@ -259,7 +259,7 @@ def test_file_too_large(tmp_path):
     one, other = run_ranks(2, small_disk, tmp_path)
     assert one == other
     assert f"(errno {errno.EFBIG})" in one
-    assert "__0_0.distcp" in one
+    assert "rank_00000.safetensors" in one
     assert list(tmp_path.iterdir()) == []
 
 
@@ -414,7 +414,7 @@ def test_layout(tmp_path):
     saved(tmp_path)
     step = tmp_path / "step_00000001"
     names = {str(p.relative_to(step)) for p in step.rglob("*") if p.is_file()}
-    listed = {"__0_0.distcp", ".metadata", "rng/rank_00000.json", "state.json", "README.md"}
+    listed = {"rank_00000.safetensors", "index.json", "rng/rank_00000.json", "state.json", "README.md"}
     assert names == {*listed, "manifest.json", "READY"}
     manifest = read_manifest(step)
     assert manifest.files.keys() == listed

@@ -11,6 +11,7 @@ import pytest
 from mtb_core.api.errors import RunFailed
 from mtb_core.ckpt import files, publish
 from mtb_core.ckpt.catalog import is_ready, list_steps, newest, read_latest
+from mtb_core.ckpt.layout import DamagedCheckpoint
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.manifest import read_manifest
 from mtb_core.ckpt.verify import verify_checkpoint
@@ -54,6 +55,119 @@ def test_prune_dry_run(tmp_path):
     saved(tmp_path, (1, 2), keep_last=0)
     assert publish.prune(tmp_path, keep_last=1, keep_every=0, dry_run=True) == [tmp_path / "step_00000001"]
     assert ready(tmp_path) == [1, 2]
+
+
+def test_put_aside_after(tmp_path):
+    """Later checkpoints get other names and stay whole; ``latest`` names the one that was gone back to."""
+    saved(tmp_path, (1, 2, 9, 10), keep_last=0)
+    aside = publish.put_aside_after(tmp_path, 2)
+    assert ready(tmp_path) == [1, 2]
+    assert newest(tmp_path) == read_latest(tmp_path) == tmp_path / "step_00000002"
+    assert [path.name.rpartition("-")[0] for path in aside] == [
+        "rolled_back_step_00000009",
+        "rolled_back_step_00000010",
+    ]
+    assert all(is_ready(path) for path in aside)
+    assert not any(verify_checkpoint(path).problems for path in aside)
+    saved(tmp_path, (9,), keep_last=0)
+    assert newest(tmp_path) == tmp_path / "step_00000009"
+    assert all(path.exists() for path in aside)
+
+
+def test_put_aside_all(tmp_path):
+    """Where what was gone back to is elsewhere, nothing is left to resume from, and nothing names what is gone."""
+    saved(tmp_path, (5, 6), keep_last=0)
+    assert len(publish.put_aside_after(tmp_path, 3)) == 2
+    assert newest(tmp_path) is None
+    assert not (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_crash_while_putting_aside(tmp_path, monkeypatch, calls):
+    """Wherever it happens, the folder has a checkpoint to resume from and none is lost."""
+    saved(tmp_path, (1, 2, 3), keep_last=0)
+    renamed, rename = [], files.rename
+
+    def crash(source, target):
+        if len(renamed) == calls:
+            raise OSError(errno.EIO, "crash", str(target))
+        renamed.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", crash)
+    with pytest.raises(OSError, match="crash"):
+        publish.put_aside_after(tmp_path, 1)
+    monkeypatch.undo()
+    assert newest(tmp_path) is not None
+    assert len([p for p in tmp_path.iterdir() if is_ready(p)]) == 3
+    publish.put_aside_after(tmp_path, 1)
+    assert newest(tmp_path) == tmp_path / "step_00000001"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_keep_checkpoint(tmp_path, monkeypatch, links):
+    """A copy outlives its original, is whole, and is the only one in its folder; with links it takes no space."""
+    saved(tmp_path, (1, 2, 3), keep_last=0)
+    if not links:
+
+        def refuse(source, *_, **__):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+
+        monkeypatch.setattr(os, "link", refuse)
+    best = tmp_path / "best"
+    for step in (3, 1):  # a later one need not be a higher step
+        kept = publish.keep_checkpoint(tmp_path / f"step_{step:08d}", best)
+        assert kept == newest(best) == best / f"step_{step:08d}"
+        assert names(best) == ["latest", kept.name]
+        assert (kept / "manifest.json").stat().st_nlink == 1 + links
+    publish.prune(tmp_path, keep_last=1, keep_every=0)
+    assert ready(tmp_path) == [3]
+    assert verify_checkpoint(kept).ok
+    assert (kept / "manifest.json").stat().st_nlink == 1
+
+
+def test_keep_checkpoint_again(tmp_path):
+    """A step that is published once more replaces the one that was kept of it."""
+    saved(tmp_path, (1,), keep_last=0)
+    first = publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    before = (first / "READY").read_bytes()
+    saved(tmp_path, (1,), keep_last=0)
+    again = publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    assert again == first
+    assert (again / "READY").read_bytes() == (tmp_path / "step_00000001" / "READY").read_bytes() != before
+    assert names(tmp_path / "best") == ["latest", "step_00000001"]
+
+
+@pytest.mark.parametrize("calls", range(3))
+def test_a_crash_while_keeping(tmp_path, monkeypatch, calls):
+    """What was kept before is there until the new one is; leftovers go with the next time."""
+    saved(tmp_path, (1, 2), keep_last=0)
+    publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    count, sync = [], files.sync_folder
+
+    def crash(path):
+        count.append(path)
+        if len(count) > calls:
+            raise OSError(errno.EIO, "crash", str(path))
+        sync(path)
+
+    monkeypatch.setattr(files, "sync_folder", crash)
+    with pytest.raises(OSError, match="crash"):
+        publish.keep_checkpoint(tmp_path / "step_00000002", tmp_path / "best")
+    monkeypatch.undo()
+    assert is_ready(tmp_path / "best" / "step_00000001")
+    kept = publish.keep_checkpoint(tmp_path / "step_00000002", tmp_path / "best")
+    assert verify_checkpoint(kept).ok
+    assert names(tmp_path / "best") == ["latest", "step_00000002"]
+
+
+def test_only_complete_checkpoints_are_kept(tmp_path):
+    """What is no complete checkpoint is refused, and nothing is left of the attempt."""
+    saved(tmp_path, (1,), keep_last=0)
+    (tmp_path / "step_00000001" / "READY").unlink()
+    with pytest.raises(DamagedCheckpoint, match="READY"):
+        publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    assert not (tmp_path / "best").exists()
 
 
 def test_leftovers_of_the_dead(tmp_path):
@@ -233,12 +347,12 @@ def test_order_of_durability(tmp_path):
         elif "rename" in line and str(tmp_path) in line:
             events.append("rename " + line.rpartition(', "')[2].partition('"')[0].removeprefix(str(tmp_path / "c")))
     events = [e for e in events if "probe" not in e]
-    start = next(i for i, e in enumerate(events) if "distcp" in e)
+    start = next(i for i, e in enumerate(events) if "safetensors" in e)
     short = [e.replace(e.split("/")[1], "TMP") if "/.tmp-step" in e else e for e in events[start:]]
     expected = [
-        "fsync /TMP/__0_0.distcp",
+        "fsync /TMP/rank_00000.safetensors",
         "fsync /TMP/rng/rank_00000.json",
-        "fsync /TMP/.metadata",
+        "fsync /TMP/index.json",
         "fsync /TMP/state.json",
         "fsync /TMP/rng",
         "fsync /TMP",

@@ -46,3 +46,12 @@ def test_schedule():
     assert check_schedule(None, 4, TrainConfig()) == {"completed_steps": 4}
     with pytest.raises(ConfigError, match="--lr-scheduler cosine cannot be rebuilt"):
         check_schedule(None, 4, TrainConfig(lr_scheduler="cosine"))
+
+
+def test_settings_that_are_newer_than_the_checkpoint():
+    """A setting that the checkpoint's configuration has not had its default then: that goes on, another value does not."""
+    saved = config_values(TrainConfig())
+    del saved["weight_decay"]
+    assert check_config(saved, config_values(TrainConfig()), []) == {}
+    with pytest.raises(ConfigError, match=r"--weight-decay  saved 0\.1, now 0\.5"):
+        check_config(saved, config_values(TrainConfig(weight_decay=0.5)), [])

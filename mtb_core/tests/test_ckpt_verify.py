@@ -89,21 +89,24 @@ def folder_linked(path):
 
 
 DEFECTS = {
-    "flipped bit": ("__0_0.distcp", lambda p: flip(p / "__0_0.distcp")),
-    "flipped bit of another rank": ("__1_0.distcp", lambda p: flip(p / "__1_0.distcp")),
-    "truncated": ("__1_0.distcp", lambda p: os.truncate(p / "__1_0.distcp", (p / "__1_0.distcp").stat().st_size - 1)),
-    "appended": ("__0_0.distcp", lambda p: append(p / "__0_0.distcp")),
+    "flipped bit": ("rank_00000.safetensors", lambda p: flip(p / "rank_00000.safetensors")),
+    "flipped bit of another rank": ("rank_00001.safetensors", lambda p: flip(p / "rank_00001.safetensors")),
+    "truncated": (
+        "rank_00001.safetensors",
+        lambda p: os.truncate(p / "rank_00001.safetensors", (p / "rank_00001.safetensors").stat().st_size - 1),
+    ),
+    "appended": ("rank_00000.safetensors", lambda p: append(p / "rank_00000.safetensors")),
     "swapped": ("rng/rank_00000.json", swap),
-    "missing": ("__0_0.distcp", lambda p: (p / "__0_0.distcp").unlink()),
-    "missing index": (".metadata", lambda p: (p / ".metadata").unlink()),
+    "missing": ("rank_00000.safetensors", lambda p: (p / "rank_00000.safetensors").unlink()),
+    "missing index": ("index.json", lambda p: (p / "index.json").unlink()),
     "missing manifest": ("manifest.json", lambda p: (p / "manifest.json").unlink()),
     "missing READY": ("READY", lambda p: (p / "READY").unlink()),
     "empty READY": ("READY", lambda p: (p / "READY").write_text("")),
     "edited manifest": ("manifest.json", lambda p: edit(p / "manifest.json", lambda m: m.update(samples_seen=999))),
     "edited state": ("state.json", lambda p: edit(p / "state.json", lambda s: s["train_state"].update(global_step=9))),
     "a link to a copy": (
-        "__0_0.distcp",
-        lambda p: linked(p, "__0_0.distcp", shutil.copy(p / "__0_0.distcp", p.parent)),
+        "rank_00000.safetensors",
+        lambda p: linked(p, "rank_00000.safetensors", shutil.copy(p / "rank_00000.safetensors", p.parent)),
     ),
     "a linked folder": ("rng/rank_00000.json", folder_linked),
     "forged: no digests": ("manifest.json", lambda p: resealed(p, lambda m: m.pop("files"))),
@@ -111,13 +114,17 @@ DEFECTS = {
         "manifest.json",
         lambda p: resealed(p, lambda m: m["files"]["state.json"].update(digest=None)),
     ),
-    "forged: a shard unlisted": ("__1_0.distcp", lambda p: resealed(p, lambda m: m["files"].pop("__1_0.distcp"))),
+    "forged: a shard unlisted": (
+        "rank_00001.safetensors",
+        lambda p: resealed(p, lambda m: m["files"].pop("rank_00001.safetensors")),
+    ),
     "forged: leaves the folder": (
         "manifest.json",
         lambda p: resealed(p, lambda m: m["files"].update({"../x": m["files"]["state.json"]})),
     ),
     "forged: another algorithm": ("manifest.json", lambda p: resealed(p, lambda m: m.update(digest_algorithm="none"))),
-    "forged: newer format": ("manifest.json", lambda p: resealed(p, lambda m: m.update(format_version=4))),
+    "forged: newer format": ("manifest.json", lambda p: resealed(p, lambda m: m.update(format_version=5))),
+    "forged: older than manifests": ("manifest.json", lambda p: resealed(p, lambda m: m.update(format_version=2))),
     "forged: huge world": ("manifest.json", lambda p: resealed(p, lambda m: m.update(world_size=10**12))),
     "forged: world beyond the files": (
         "manifest.json",
@@ -167,7 +174,7 @@ def test_defects(copy, defect):
         CheckpointManager(copy.parent).load(copy, Training().state())
 
 
-@pytest.mark.parametrize("extra", ["more.json", "rng/rank_00002.json", "__2_0.distcp", "folder", "link"])
+@pytest.mark.parametrize("extra", ["more.json", "rng/rank_00002.json", "rank_00002.safetensors", "folder", "link"])
 def test_extra(copy, extra):
     """Whatever the manifest does not list is named."""
     if extra == "folder":
@@ -187,13 +194,13 @@ def test_swapped_shards(tmp_path):
         training = Training(seed=step)
         training.done = step
         training.save(manager)
-    one, other = (tmp_path / f"step_0000000{s}" / "__0_0.distcp" for s in (1, 2))
+    one, other = (tmp_path / f"step_0000000{s}" / "rank_00000.safetensors" for s in (1, 2))
     assert one.stat().st_size == other.stat().st_size
     one.rename(tmp_path / "x")
     other.rename(one)
     (tmp_path / "x").rename(other)
     for path in (one, other):
-        assert [p.file for p in verify_checkpoint(path.parent).problems] == ["__0_0.distcp"]
+        assert [p.file for p in verify_checkpoint(path.parent).problems] == ["rank_00000.safetensors"]
 
 
 def test_partial_folders_are_not_ready(copy):
@@ -201,24 +208,6 @@ def test_partial_folders_are_not_ready(copy):
     (copy / "READY").write_text("something else\n")
     assert not is_ready(copy)
     assert not verify_checkpoint(copy).ok
-
-
-def test_bytes_entries_are_refused(copy):
-    """An index with entries that need unpickling, however well sealed, is refused by verify and resume."""
-    import pickle
-
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-    metadata = pickle.loads((copy / ".metadata").read_bytes())
-    metadata.state_dict_metadata["evil"] = BytesStorageMetadata()
-    data = pickle.dumps(metadata)
-    (copy / ".metadata").write_bytes(data)
-    seal = {"size": len(data), "digest": files.digest_bytes(data)}
-    resealed(copy, lambda m: m["files"].update({".metadata": seal}))
-    [problem] = verify_checkpoint(copy).problems
-    assert (problem.file, problem.problem) == (".metadata", "it has entries that are not tensors: evil")
-    with pytest.raises(RunFailed, match="entries that are not tensors: evil"):
-        CheckpointManager(copy.parent).load(copy, Training().state())
 
 
 WRONG_VALUES = {
@@ -231,6 +220,7 @@ WRONG_VALUES = {
     "plugins": [None, {}, ["ddp"]],
     "created_at": [None, 7],
     "sequence": [None, -1],
+    "storage": [None, 1],
 }
 
 

@@ -37,7 +37,7 @@ def test_list(install, capsys):
     out = capsys.readouterr().out
     lines = {line.split()[0]: line.split(maxsplit=5)[1:] for line in out.splitlines() if line}
     assert lines["NAME"] == ["DISTRIBUTION", "VERSION", "API", "STATUS", "PROVIDES"]
-    assert lines["shine"] == ["mtb-shine", "4.5", "1", "active", "strategies: shiny; sinks: shiny, dull"]
+    assert lines["shine"] == ["mtb-shine", "4.5", "2", "active", "strategies: shiny; sinks: shiny, dull"]
     assert lines["broken"] == ["mtb-broken", "1.0", "-", "failed", "see below"]
     assert lines["off"] == ["mtb-off", "1.0", "-", "disabled", "switched off by MTB_DISABLE_PLUGINS"]
     assert "plugin 'broken' (mtb-broken 1.0) could not be loaded: importing" in out
@@ -55,7 +55,7 @@ def test_list_json(install, capsys):
         "name": "shine",
         "distribution": "mtb-shine",
         "version": "4.5",
-        "api": 1,
+        "api": 2,
         "status": "active",
         "reason": None,
         "hooks": ["mtb_strategies", "mtb_sinks"],
@@ -65,6 +65,7 @@ def test_list_json(install, capsys):
         "run_plugins": [],
         "models": [],
         "datasets": [],
+        "checkpoint_formats": [],
         "doctor_checks": [],
     }
     assert set(rows["core"]) == set(rows["shine"])

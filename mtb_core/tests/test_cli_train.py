@@ -21,7 +21,8 @@ run-dir output json quiet debug no-plugin checkpoint-dir save-every keep-last ke
 allow-config-change
 """.split()  # noqa: SIM905  (names read better so)
 #: Beyond the contract's list.
-OURS = "qk-norm tie-embeddings momentum adam-eps allow-missing-rng flops-convention formal".split()  # noqa: SIM905
+OURS = """qk-norm tie-embeddings momentum adam-eps allow-missing-rng flops-convention formal
+model-opt data-opt optimizer-opt lr-scheduler-opt plugin-opt""".split()  # noqa: SIM905
 
 
 @pytest.fixture

@@ -97,6 +97,16 @@ def test_a_log_stays_short(monkeypatch, steps, seconds, most):
     assert lines[-1].startswith(f"step {steps}/{steps} (100%)")
 
 
+def test_further_metrics_stand_beside_the_loss(monkeypatch):
+    """Each by its name, also one that is not finite."""
+    Clock(monkeypatch)
+    stream = io.StringIO()
+    with Display(stream) as shown:
+        shown.progress(start())
+        run(shown, [1], metrics={"aux": 0.12345, "odd": None})
+    assert "loss 2.5000  aux 0.1235  odd non-finite  12.3k tokens/s" in stream.getvalue()
+
+
 def test_what_is_wrong_is_always_shown(monkeypatch):
     """A step that is not finite, or was skipped, has its line however soon after another."""
     Clock(monkeypatch)

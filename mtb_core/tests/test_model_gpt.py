@@ -119,6 +119,7 @@ def test_spec_names_what_strategies_need():
     assert {name.removeprefix("blocks.1."): role for name, role in roles.items() if "blocks.1" in name} == {
         "norm1": "norm",
         "q": "colwise",
+        "attention": "attention",
         "k": "colwise",
         "v": "colwise",
         "o": "rowwise",

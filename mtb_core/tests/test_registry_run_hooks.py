@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from mtb_core.api import PluginError, Strategy, hookimpl
+from mtb_core.api import PluginError, RunInfo, Strategy, hookimpl
 from mtb_core.registry.run_hooks import METHODS, OBSERVER_HOOKS, STRATEGY_HOOKS, Hooks
 
 
@@ -43,7 +43,9 @@ class Plain(Strategy):
 
 #: Calls of the facade that tell observers something, by name of the hook.
 TOLD = {
-    "run_started": ("info",),
+    "worker_started": ("ctx", "folder"),
+    "phase": ("step", 3),
+    "run_started": (RunInfo(None, None, None, 1, 2, 0, None),),
     "step_recorded": ("record",),
     "evaluated": (3, 0.5, 7),
     "checkpoint_published": ("path", 5),
@@ -61,6 +63,14 @@ def make_observer(log, name, fails=()):
             raise ValueError(f"{name} cannot")
 
     class Observer:
+        @hookimpl
+        def mtb_worker_started(self, ctx, folder):
+            note("worker_started", ctx, folder)
+
+        @hookimpl
+        def mtb_phase(self, phase, step):
+            note("phase", phase, step)
+
         @hookimpl
         def mtb_run_started(self, info):
             note("run_started", info)
@@ -88,15 +98,15 @@ def make_observer(log, name, fails=()):
     return Observer()
 
 
-def make_keeper(state, loaded):
-    """An observer whose state in a checkpoint is `state` (raised, if it is an exception); what it gets is `loaded`."""
+def make_keeper(kept, loaded):
+    """An observer whose state in a checkpoint is `kept` (raised, if it is an exception); what it gets is `loaded`."""
 
     class Keeper:
         @hookimpl
-        def mtb_plugin_state(self):
-            if isinstance(state, Exception):
-                raise state
-            return state
+        def mtb_plugin_state(self, state):
+            if isinstance(kept, Exception):
+                raise kept
+            return kept
 
         @hookimpl
         def mtb_plugin_state_loaded(self, state):
@@ -163,6 +173,7 @@ def test_arguments_may_be_left_out_or_reordered():
 
         def optimizer_step(self, apply, prepared):
             self._calls.append((apply, prepared))
+            return apply
 
     strategy = Short()
     hooks = Hooks(strategy)
@@ -306,7 +317,7 @@ def test_observers_are_called_in_order():
         getattr(hooks, hook)(*values)
     assert log == [(name, hook, *values) for hook, values in TOLD.items() for name in ("p1", "p2", "s1", "s2")]
     assert all(hooks.describe()[f"mtb_{hook}"][0] == "run plugin 'p1'" for hook in TOLD)
-    asked = {"mtb_plugin_state", "mtb_plugin_state_loaded"}
+    asked = {"mtb_plugin_state", "mtb_plugin_state_loaded", "mtb_step_metrics", "mtb_before_update", "mtb_result"}
     assert {f"mtb_{hook}" for hook in TOLD} | asked == set(OBSERVER_HOOKS)
 
 
@@ -376,10 +387,12 @@ def test_state_of_plugins():
     loaded = []
     sinks = {"s": make_keeper({"rows": 3}, loaded), "nothing": make_keeper(None, [])}
     hooks = Hooks(Plain(), sinks=sinks, plugins={"s": make_keeper({"count": 1}, loaded)})
-    states = hooks.plugin_states()
-    assert list(states.values()) == [{"count": 1}, {"rows": 3}]
-    hooks.plugin_states_loaded({**states, "run plugin 'gone'": {"x": 1}})
+    states = hooks.plugin_states(None)
+    assert states == {"s": {"count": 1}, "sink:s": {"rows": 3}}
+    hooks.plugin_states_loaded({**states, "gone": {"x": 1}})
     assert loaded == [{"count": 1}, {"rows": 3}]
+    hooks.plugin_states_loaded({"run plugin 's'": {"count": 2}})  # as older checkpoints name it
+    assert loaded[2:] == [{"count": 2}]
 
 
 def test_a_sink_whose_state_fails_is_switched_off():
@@ -387,14 +400,14 @@ def test_a_sink_whose_state_fails_is_switched_off():
     warnings = []
     sinks = {"bad": make_keeper(ValueError("no state"), []), "good": make_keeper({"rows": 3}, [])}
     hooks = Hooks(Plain(), sinks=sinks, warn=warnings.append)
-    states = hooks.plugin_states()
+    states = hooks.plugin_states(None)
     assert list(states.values()) == [{"rows": 3}]
     hooks.plugin_states_loaded({name: {"bad": 1} for name in states})
-    assert hooks.plugin_states() == {}
+    assert hooks.plugin_states(None) == {}
     assert ["'bad'" in warnings[0], "'good'" in warnings[1], len(warnings)] == [True, True, 2]
     hooks = Hooks(Plain(), plugins={"bad": make_keeper(ValueError("no state"), [])})
     with pytest.raises(ValueError, match="no state"):
-        hooks.plugin_states()
+        hooks.plugin_states(None)
 
 
 def test_a_fault_point_fails_the_save():

@@ -38,6 +38,7 @@ CONTRACT_KEYS = [
     "checkpoint_time_ms",
     "memory_mib",
     "time",
+    "metrics",
 ]
 
 
@@ -69,6 +70,22 @@ def test_a_line_has_the_contract_keys_and_the_record_values():
     assert set(read) == {*CONTRACT_KEYS, "warmup"}
     assert read == attrs.asdict(made)
     assert list(read) == [field.name for field in attrs.fields(StepRecord)]
+
+
+def test_a_line_holds_further_metrics():
+    """By name, with the same bits; one that is not finite is null and says nothing about the step."""
+    read = strict(metrics_line(record(3, metrics={"z": 1 / 3, "a": float("nan")})))
+    assert read["metrics"] == {"z": 1 / 3, "a": None}
+    assert read["nonfinite"] is False
+
+
+def test_the_console_gets_further_metrics():
+    """By name; one that is not finite is null."""
+    told = []
+    sink = ConsoleSink(NoOptions())
+    sink.mtb_run_started(run_info(Path(), progress=told.append))
+    sink.mtb_step_recorded(record(1, metrics={"aux": 0.5, "odd": float("inf")}))
+    assert told[-1]["metrics"] == {"aux": 0.5, "odd": None}
 
 
 FLOATS = [f.name for f in attrs.fields(StepRecord) if f.type in ("float", "float | None")]

@@ -11,6 +11,8 @@ MISTAKES = [
     (kit.Copies, "checkpoints.restored_state", "resuming from step 1"),
     (kit.OwnSchedule, "checkpoints.learning_rate", "resumed from step 1"),
     (kit.SeedsAlike, "checkpoints.random_state", "ranks 0 and 1 agree"),
+    (kit.ScalarsForgotten, "checkpoints.restored_state", "scalars {'count': 1}, as saved after step 1"),
+    (kit.OwnCopied, "checkpoints.restored_state", "strategy/owncopied/mean"),
     (kit.HiddenState, "checkpoints.exact_resume", "resumed from step 1"),
     (kit.SavesWorld, "checkpoints.resharding", "model/world"),
     (kit.SavesWorld, "checkpoints.interchange", "model/world"),
@@ -21,14 +23,14 @@ MISTAKES = [
     pytest.param(kit.HiddenState, "checkpoints.crash", "the checkpoint of step", marks=pytest.mark.slow),
     (kit.StepsInBackward, "failures.nonfinite", "stopped step 2"),
     (kit.KeepsGradients, "failures.skipped_update", "skipped [2, 3, 4]"),
-    (kit.Swallows, "failures.exception", "UnboundLocalError"),
+    (kit.Swallows, "failures.exception", "ended an exception"),
     (kit.Helper, "failures.killed", "sleep"),
     (kit.OwnHandler, "failures.stop", "done"),
     (kit.LeaksGroup, "processes.groups", "[0, 1]"),
     (kit.LeaksThread, "processes.threads", "prefetch"),
     (kit.LeaksPort, "processes.files", "listening on port"),
     pytest.param(kit.NeedsParent, "processes.spawn", "AssertionError", marks=pytest.mark.slow),
-    (kit.OddParameters, "processes.metrics", "10.5"),
+    (kit.OddFacts, "processes.metrics", "tensor"),
     (kit.CallsItself, "processes.overhead", "'gradients': 2"),
 ]
 NAMES = sorted({getattr(mistake, "values", mistake)[1] for mistake in MISTAKES})
@@ -56,3 +58,27 @@ def test_mistake_is_named(mistake, name, words):
         outcome = kit.outcome_of(lab, name)
     assert outcome.status == "failed"
     assert words in f"{outcome.expected} {outcome.seen}", outcome.text
+
+
+@pytest.fixture(scope="module")
+def own_state():
+    """The laboratory of a right strategy with state of its own."""
+    with kit.lab_of(kit.OwnState) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints.keys",
+        "checkpoints.restored_state",
+        "checkpoints.exact_resume",
+        "checkpoints.resharding",
+        "checkpoints.interchange",
+        "models.buffers",
+    ],
+)
+def test_state_of_its_own_is_accepted(own_state, name):
+    """Tensors under ``strategy/NAME/`` and scalars pass, also where `single` goes on without them and back."""
+    outcome = kit.outcome_of(own_state, name)
+    assert outcome.status == "passed", outcome.text

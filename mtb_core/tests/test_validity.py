@@ -200,7 +200,7 @@ def test_own_work_is_not_that_of_others() -> None:
     start = Sample.take()
     while Sample.take().own_s < start.own_s + 0.2:
         sum(range(1000))
-    (use,) = gather_uses(RankContext(0, 0, World(1, 1), "cpu", None, Layout((("ranks", 1),), data=("ranks",))), start)
+    (use,) = gather_uses(RankContext(0, 0, World(1, 1), "cpu", None, Layout((("ranks", 1),), {"ranks": "data"})), start)
     found = conditions([use])
     assert use.end.own_s - use.start.own_s > 0.19
     assert found["duration_s"] > 0

@@ -13,6 +13,7 @@ from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import Job, Prepared
 from mtb_core.api.work import Loss
 from mtb_core.measure.collectives import counted_as
+from mtb_core.ranks.agree import same_on_all
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.registry.run_hooks import Hooks
 
@@ -29,6 +30,7 @@ class Votes:
         save_failed: ranks on which the checkpoint in the making has failed.
         finish, stop, skip, save, back: ranks whose run plugins ask for it, see `Control`.
         partial: ranks that hold gradients which not all ranks hold.
+        unapplied: ranks that left out the last update; 0 or all, unless a plugin is wrong.
     """
 
     loss_sum: float
@@ -43,6 +45,7 @@ class Votes:
     save: float
     back: float
     partial: float
+    unapplied: float
 
 
 _VOTES = len(attrs.fields(Votes))
@@ -74,7 +77,7 @@ class Agreement:
         save_vote: gives this rank's vote on the checkpoint in the making.
 
     Raises:
-        RunFailed: two figures for the record have one name.
+        RunFailed: two figures for the record have one name, or the ranks have figures of different names.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class Agreement:
         self._ranks, self._device, self._counts = job.ctx.world_size, torch.device(job.ctx.device), job.ctx.counts_loss
         self._model_names = (*job.model.metrics, *job.plan.metrics)
         self._plugin_names = tuple(hooks.step_metrics())
+        if hooks.gives_step_metrics:
+            same_on_all(job.ctx, "the step metrics of run plugins", self._plugin_names)
         names = [*self._model_names, *self._plugin_names]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
@@ -109,7 +114,13 @@ class Agreement:
         return self._pending is not None
 
     def begin(
-        self, loss: Loss | None, next_valid: int, *, norm_squared: torch.Tensor | float = 0.0, partial: bool = True
+        self,
+        loss: Loss | None,
+        next_valid: int,
+        *,
+        norm_squared: torch.Tensor | float = 0.0,
+        partial: bool = True,
+        applied: bool = True,
     ) -> None:
         """Send this rank's numbers. `loss` is None where no step is behind them: then no request is taken."""
         requested = self._stop.requested
@@ -128,6 +139,7 @@ class Agreement:
             save=float(own.save),
             back=float(own.back is not None),
             partial=float(partial),
+            unapplied=float(not applied),
         )
         vector = [getattr(numbers, name) for name in _NAMES] + self._figures(given, first=loss is None)
         self._pending = (self._send(vector), own)

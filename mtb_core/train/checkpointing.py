@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from mtb_core.api.values import Job, Prepared, State, SyncMode
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.data.dataset import Dataset, content_digest
 from mtb_core.measure.environment import redact_values
+from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 
+from .optim import described_groups
 from .schedule import Schedule
 from .trainer import Progress
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from mtb_core.ckpt.loading import Loaded
     from mtb_core.ckpt.manager import CheckpointManager
     from mtb_core.ckpt.opened import Opened
+
+_LOGGER = logging.getLogger("mtb.checkpoint")
 
 #: Settings that leave the training the same up to rounding: where one differs from the checkpoint's, the continuation
 #: is not bitwise that of the uninterrupted run.
@@ -48,11 +53,12 @@ class ResumePoint:
         return self.progress.global_step
 
 
-def find_checkpoint(config: TrainConfig) -> Opened | None:
+def find_checkpoint(config: TrainConfig, registry: Registry) -> Opened | None:
     """What ``--resume`` means for this run; None: start from the beginning.
 
     Raises:
         ConfigError: there is no such checkpoint.
+        PluginError: no plugin in `registry` has the format of its tensors.
     """
     if config.resume is None:
         return None
@@ -61,7 +67,7 @@ def find_checkpoint(config: TrainConfig) -> Opened | None:
 
     folder = None if config.checkpoint_dir is None else Path(config.checkpoint_dir)
     path = catalog.find(folder, config.resume)
-    return None if path is None else open_checkpoint(path)
+    return None if path is None else open_checkpoint(path, registry)
 
 
 def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> ResumePoint:
@@ -114,6 +120,14 @@ def _progress(checkpoint: Opened | Loaded) -> Progress:
 
 
 @attrs.frozen
+class WentBack:
+    """Where a run has gone back to, and the names that newer checkpoints have got."""
+
+    progress: Progress
+    put_aside: Sequence[str]
+
+
+@attrs.frozen
 class Published:
     """A complete checkpoint and its commit mark, which tells it from a later one of the same step."""
 
@@ -161,6 +175,8 @@ class RunCheckpoints:
         self._point = point
         config = job.config
         self._saves = config.checkpoint_dir is not None
+        # Of the steps above the one that was resumed from, those whose checkpoints are of this training.
+        self._published: set[int] = set()
         self._saved_step: int | None = None
         self.loaded: Loaded | None = None
         self.deterministic: bool | None = None
@@ -177,13 +193,17 @@ class RunCheckpoints:
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
                 asynchronous=config.async_save,
+                format_name=config.checkpoint_format,
+                registry=discover(disabled=config.no_plugin),
                 fault_point=hooks.fault_point,
-                published=hooks.checkpoint_published,
+                published=self._note_published,
             )
 
     def start(self) -> Progress:
         """Check that saving will work, and load what is resumed from. Random streams are put back as well."""
         if self._manager is None:
+            if self._hooks.keeps_plugin_state:
+                self._state()
             return Progress()
         if self._saves:
             self._manager.preflight(self._state()[0])
@@ -198,7 +218,9 @@ class RunCheckpoints:
 
     def _state(self) -> tuple[State, dict[str, Any]]:
         """All that a checkpoint holds: tensors of the strategy and of plugins, and the JSON values of plugins by name."""
-        state = self._hooks.state(self._prepared)
+        return self._with_plugins(self._hooks.state(self._prepared))
+
+    def _with_plugins(self, state: State) -> tuple[State, dict[str, Any]]:
         pieces, values = dict(state.pieces), {}
         for name, given in self._hooks.plugin_states(state).items():
             values[name] = given.scalars if isinstance(given, State) else given
@@ -207,32 +229,55 @@ class RunCheckpoints:
         return State(pieces, state.scalars), values
 
     def _load(self, manager: CheckpointManager, path: Path) -> Loaded:
-        state, _ = self._state()
-        loaded = manager.load(path, state, allow_missing_rng=self._job.config.allow_missing_rng)
-        self._hooks.state_loaded(self._prepared, state)
-        self._hooks.plugin_states_loaded(loaded.sections.get("plugins") or {})
+        state = self._hooks.state(self._prepared)
+        with_plugins, values = self._with_plugins(state)
+        loaded = manager.load(path, with_plugins, allow_missing_rng=self._job.config.allow_missing_rng)
+        # A strategy's scalars mean nothing to another one.
+        own = loaded.values.get("strategy") == self._job.config.strategy
+        scalars = (loaded.sections.get("scalars") or {}) if own else {}
+        self._hooks.state_loaded(self._prepared, attrs.evolve(state, scalars=scalars))
+        saved = loaded.sections.get("plugins") or {}
+        self._hooks.plugin_states_loaded(saved)
+        for name in sorted(values.keys() - saved.keys()) if self._job.ctx.rank == 0 else ():
+            _LOGGER.warning("%s holds nothing of plugin '%s', which begins anew from what was loaded.", path, name)
         loaded.restore_random(self._job.ctx)
         return loaded
 
-    def roll_back(self, before: int, why: str) -> Progress:
-        """Load the newest complete checkpoint of a step below `before`; put aside those of later steps. All ranks.
+    def roll_back(self, before: int, why: str) -> WentBack:
+        """Load this training's newest complete checkpoint of a step below `before`; put aside later ones. All ranks.
 
         Raises:
             RunFailed: on all ranks; there is no such checkpoint.
         """
-        manager, path = self._manager, None
-        if manager is not None:
-            manager.finish()
-            path = manager.newest_below(before)
-        if manager is None or path is None:
-            missing = "without --checkpoint-dir" if manager is None else f"of a step below {before}"
-            raise RunFailed(f"{why}, but there is no checkpoint {missing} to go back to.", agreed=True)
+        manager = self._manager
+        if manager is None:
+            raise RunFailed(f"{why}, but it saves no checkpoints: give --checkpoint-dir and --save-every.", agreed=True)
+        manager.finish()
+        path = self._newest_below(manager, before)
+        if path is None:
+            raise RunFailed(
+                f"{why}, but it has no complete checkpoint of a step below {before}; save more often (--save-every).",
+                agreed=True,
+            )
         loaded = self._load(manager, path)
-        if self._saves:
-            manager.put_aside(after=loaded.step)
+        aside = manager.put_aside(after=loaded.step) if self._saves else []
         self._not_deterministic(why)
         self._saved_step = loaded.step
-        return _progress(loaded)
+        return WentBack(_progress(loaded), aside)
+
+    def _newest_below(self, manager: CheckpointManager, before: int) -> Path | None:
+        """Of this training: the folder may hold later steps of the one that was resumed from, or of another one."""
+        point, found = self._point, None
+        if self._saves:
+            start = point.step if point is not None and point.path.parent.absolute() == manager.folder else 0
+            found = manager.newest(lambda step: step < before and (step <= start or step in self._published))
+        if found is None and point is not None and point.step < before:
+            return point.path
+        return found
+
+    def _note_published(self, path: Path, step: int) -> None:
+        self._published.add(step)
+        self._hooks.checkpoint_published(path, step)
 
     def vote(self) -> float:
         """This rank's word on the save in flight, for the agreement of the step."""
@@ -248,10 +293,13 @@ class RunCheckpoints:
         every = self._job.config.save_every
         return bool(every) and step % every == 0
 
+    def wanted(self, step: int) -> bool:
+        """Whether the run saves at all, and the checkpoint of `step` is not there yet."""
+        return self._saves and self._saved_step != step
+
     def save(self, progress: Progress) -> float:
         """Save the present state; returns the milliseconds for which training was held up."""
-        if not self._saves or self._manager is None or self._saved_step == progress.global_step:
-            return 0.0
+        assert self._manager is not None
         metrics = self._run_folder / "metrics" / f"rank_{self._job.ctx.rank:05d}.jsonl"
         state, plugins = self._state()
         seconds = self._manager.save(
@@ -311,10 +359,7 @@ class RunCheckpoints:
 
     def _sections(self, progress: Progress, plugins: Mapping[str, Any]) -> dict[str, Any]:
         config, step = self._job.config, progress.global_step
-        groups = [
-            {k: v for k, v in group.items() if k != "params" and isinstance(v, bool | int | float | str | list | tuple)}
-            for group in self._prepared.optimizer.param_groups
-        ]
+        groups = described_groups(self._job.optimizer, config, self._schedule(max(step - 1, 0)))
         return {
             "train_state": attrs.asdict(progress),
             "scheduler": {

@@ -63,6 +63,10 @@ class GradientCheck:
         """From here on, gradients are those of `step`: those of the step before are gone."""
         self._begun = step
 
+    def restart(self) -> None:
+        """Forget what was passed: the run has gone back, and takes these steps again."""
+        self._begun = self._passed = 0
+
     def __call__(self, step: int) -> None:
         """Look at the gradients of `step`.
 

@@ -34,12 +34,31 @@ def optimizer_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, A
         raise ConfigError(
             f"The model ({type(module).__name__}) has no trainable parameter; at least one must have requires_grad."
         )
+    return [group for group in _groups(decayed, others, config) if group["params"]]
+
+
+def _groups(decayed: list[nn.Parameter], others: list[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
     rate = {"lr": config.learning_rate, "initial_lr": config.learning_rate}
-    groups = [
+    return [
         {"params": decayed, "weight_decay": config.weight_decay, **rate},
         {"params": others, "weight_decay": 0.0, **rate},
     ]
-    return [group for group in groups if group["params"]]
+
+
+def described_groups(recipe: OptimizerRecipe, config: TrainConfig, rate: float) -> list[dict[str, Any]]:
+    """The JSON values of both parameter groups as the run's recipe makes them, with the learning rate `rate`.
+
+    For checkpoints, where they must be equal on all ranks: a rank of a pipeline may have no parameters for one of the
+    groups, and a strategy may make its optimizer with other kernels.
+    """
+    optimizer = recipe.factory(
+        _groups([nn.Parameter(torch.zeros(1, 1))], [nn.Parameter(torch.zeros(1))], config), **recipe.defaults
+    )
+    plain = (bool, int, float, str, list, tuple)
+    return [
+        {**{key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}, "lr": rate}
+        for group in optimizer.param_groups
+    ]
 
 
 def _global_dimensions(parameter: nn.Parameter) -> int:

@@ -54,6 +54,7 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
     strategy = registry.strategy(config.strategy)
     sinks = _sinks(config, registry)
     run_plugins = _run_plugins(config, registry)
+    registry.checkpoint_format(config.checkpoint_format)
     check_model(config.model, named=registry.models)
     model_options(config, registry.models)
     optimizer, scheduler = registry.optimizer(config.optimizer), registry.schedule(config.lr_scheduler)
@@ -69,11 +70,14 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
         )
     opened = None
     if config.resume is not None:
-        opened = find_checkpoint(config)
+        opened = find_checkpoint(config, registry)
     elif config.checkpoint_dir is not None:
         _check_checkpoint_folder(Path(config.checkpoint_dir))
     start_step = 0 if opened is None else opened.step
     resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size, start_step=start_step)
+    for _, info, options in run_plugins:
+        if info.check is not None:
+            info.check(options, resolved.config)
     vocabulary = resolved.config.vocab_size
     if eval_dataset is not None and vocabulary is not None and eval_dataset.vocab_size > vocabulary:
         raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +18,7 @@ import attrs
 import torch
 
 from mtb_core.api.control import Control
-from mtb_core.api.errors import NonFinite
+from mtb_core.api.errors import NonFinite, RunFailed
 from mtb_core.api.records import StepRecord
 from mtb_core.api.values import Job, Prepared
 from mtb_core.api.work import EvaluationWork, Loss, MicroBatch, Shards, StepWork
@@ -60,6 +61,7 @@ class Trainer:
     Attributes:
         agreed: the outcome of the last step's agreement.
         control: the requests of run plugins.
+        left_out: why a run plugin had the last update left out by ``mtb_before_update``.
         paused_ms: to be set after saving: milliseconds that training paused since the last step.
     """
 
@@ -80,7 +82,8 @@ class Trainer:
         self.hooks = hooks
         self.prepared = prepared
         self.progress = progress or Progress()
-        self.control = Control()
+        self.control = Control(_without_owner(self._renew))
+        self.left_out: str | None = None
         self.paused_ms = 0.0
         self._loader = loader
         self._memory_mib = memory_mib
@@ -99,6 +102,7 @@ class Trainer:
         self._fetching = 0
         # Whether the ranks may agree before the norm is known; they find out together in the first step.
         self._early = False
+        self._applied = True
         prepared.module.train()
         self._batch: StepBatch = loader.next()
         self._loss.check_ignores(prepared.module, self._batch.inputs[0], self._batch.targets[0])
@@ -107,7 +111,8 @@ class Trainer:
 
     def restart(self, loader: Loader) -> None:
         """Go on with the batches of `loader`, from where `progress` has been set to. All ranks."""
-        self._loader = loader
+        self._loader, self._applied = loader, True
+        self._check.restart()
         self._batch = loader.next()
         self._agreement.begin(None, self._batch.valid_tokens)
         self.agreed = self._agreement.end()
@@ -121,6 +126,7 @@ class Trainer:
         Raises:
             NonFinite: on all ranks, before the optimizer step, unless ``--on-nonfinite skip``.
             MissingGradient: a trainable parameter got no gradient; see `GradientCheck`.
+            RunFailed: on all ranks, if only some of them have applied the update before.
         """
         clock = time.perf_counter_ns
         start = clock()
@@ -133,6 +139,7 @@ class Trainer:
         shards = self.hooks.gradients(self.prepared)
         self._check(number)
         agreed, norm_squared = self._agree(local, shards, squared_norm(shards, self._device))
+        self._check_applied(agreed.votes.unapplied)
         self._synchronize()
         backward_end = clock()
 
@@ -141,11 +148,13 @@ class Trainer:
         nonfinite = not (math.isfinite(loss) and math.isfinite(norm))
         if nonfinite:
             self._nonfinite(number, local.sum, batch, valid)
+        self.left_out = None if nonfinite else self.hooks.before_update(number, loss, norm)
         limit = self.job.config.max_grad_norm
         clipped = bool(limit) and norm > limit
         if clipped:
             clip(shards, norm, limit)
-        applied = self.hooks.optimizer_step(self.prepared, apply=not (nonfinite or agreed.votes.skip))
+        leave_out = nonfinite or agreed.votes.skip or self.left_out is not None
+        self._applied = applied = self.hooks.optimizer_step(self.prepared, apply=not leave_out)
         self._synchronize()
         end = clock()
 
@@ -236,7 +245,7 @@ class Trainer:
 
     def _announced(self, total: Loss) -> None:
         """Let the ranks agree while the rest of backward runs."""
-        self._agreement.begin(total, self._next_batch().valid_tokens, partial=False)
+        self._agreement.begin(total, self._next_batch().valid_tokens, partial=False, applied=self._applied)
 
     def _agree(self, local: Loss, shards: Sequence[Shards], norm_squared: torch.Tensor) -> tuple[Agreed, float]:
         """The agreement, and the squared norm of the whole model's gradients."""
@@ -244,10 +253,29 @@ class Trainer:
         whole = all(part.copies == ranks for part in shards if part.tensors)
         if self._agreement.begun:
             return self._agreement.end(), float(norm_squared) * ranks
-        self._agreement.begin(local, self._next_batch().valid_tokens, norm_squared=norm_squared, partial=not whole)
+        self._agreement.begin(
+            local,
+            self._next_batch().valid_tokens,
+            norm_squared=norm_squared,
+            partial=not whole,
+            applied=self._applied,
+        )
         agreed = self._agreement.end()
         self._early = not agreed.votes.partial
         return agreed, agreed.votes.norm_squared
+
+    def _check_applied(self, unapplied: float) -> None:
+        """All ranks are here, and raise together where the update before was applied on some of them only."""
+        if 0 < unapplied < self.job.ctx.world_size:
+            raise RunFailed(
+                f"{int(unapplied)} of {self.job.ctx.world_size} ranks have left out the last update, so the weights differ "
+                "between ranks. What mtb_optimizer_step and mtb_before_update return must be equal on all ranks.",
+                step=self.progress.global_step,
+                agreed=True,
+            )
+
+    def _renew(self) -> None:
+        self.hooks.state_loaded(self.prepared, self.hooks.state(self.prepared))
 
     def _next_batch(self) -> StepBatch:
         """Fetch the batch of the next step; the time it takes is the step's time for data."""
@@ -291,6 +319,19 @@ class Trainer:
                     return rank, f"on rank {rank}: every loss is finite, but its gradient of {names} is not"
         what = f"the gradient of {reduced}, as summed over ranks," if reduced else "the gradient norm"
         return None, f"on all ranks: every loss is finite, but {what} is not"
+
+
+def _without_owner(method: Callable[[], None]) -> Callable[[], None]:
+    """Call a bound method without keeping its owner alive: plugins outlive the model of a trial."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = held()
+        if found is None:
+            raise RunFailed("The trial has ended; its weights cannot be renewed any more.")
+        found()
+
+    return call
 
 
 def _nothing_to_wait_for() -> None:

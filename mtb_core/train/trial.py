@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,8 @@ from .checkpointing import ResumePoint, RunCheckpoints
 from .optim import optimizer_groups
 from .trainer import Progress, Trainer
 
+_LOGGER = logging.getLogger("mtb")
+
 
 @attrs.frozen
 class TrialInputs:
@@ -42,6 +45,7 @@ class TrialInputs:
         hooks: makes the trial's own strategy, sinks and run plugins.
         optimizer: of the configuration, for this rank's device.
         schedule: the learning rate of the step that follows so many completed ones.
+        started: see `RunInfo`.
     """
 
     resolved: ResolvedRun
@@ -57,6 +61,7 @@ class TrialInputs:
     resume: ResumePoint | None
     stop: StopFlag
     progress: Callable[[dict[str, Any]], None]
+    started: float
 
 
 @attrs.define
@@ -151,10 +156,11 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
             raise
         outcome.exit_reason, outcome.failure = "failed", failure_of(error, ctx.rank)
     finally:
-        hooks.phase("close", outcome.progress.global_step)
-        hooks.run_finished(finished)
-        if prepared is not None:
-            hooks.close(prepared)
+        with ExitStack() as ending:
+            if prepared is not None:
+                ending.callback(hooks.close, prepared)
+            ending.callback(hooks.run_finished, finished)
+            hooks.phase("close", outcome.progress.global_step)
     return outcome
 
 
@@ -241,7 +247,17 @@ class _Training:
         config, hooks, checkpoints = inputs.resolved.config, trainer.hooks, self._checkpoints
         first, last = trainer.progress.global_step + 1, inputs.resolved.last_step
         hooks.run_started(
-            RunInfo(config, inputs.ctx, inputs.folder, first, last, trial, inputs.progress, trainer.control)
+            RunInfo(
+                config=config,
+                ctx=inputs.ctx,
+                folder=inputs.folder,
+                first_step=first,
+                last_step=last,
+                trial=trial,
+                progress=inputs.progress,
+                control=trainer.control,
+                started=inputs.started,
+            )
         )
         counted = inputs.resolved.warmup_until if _may_count(inputs, outcome, first) else None
         while (step := trainer.progress.global_step + 1) <= last:
@@ -249,14 +265,14 @@ class _Training:
             checkpoints.settle(trainer.agreed.votes.save_failed)
             if self._went_back():
                 continue
-            if checkpoints.due(step) or self._asked_to_save(step):
+            if checkpoints.due(step) or trainer.agreed.votes.save:
                 trainer.paused_ms = self._save()
             if self._ended():
                 break
             if config.eval_every and step % config.eval_every == 0:
                 self._evaluate()
         with inputs.stop.holding():
-            if outcome.exit_reason != "done" or config.save_every:
+            if outcome.exit_reason != "done" or outcome.stop_reason is not None or config.save_every:
                 self._save()
             checkpoints.finish()
         if inputs.eval_dataset is not None and outcome.exit_reason == "done":
@@ -272,21 +288,21 @@ class _Training:
         else:
             record = trainer.step(warmup=step <= warmup_until)
         outcome.records.append(record)
-        if trainer.agreed.votes.skip:
-            reasons = self._said(trainer.agreed.own.skip)
-            outcome.actions.append({"step": step, "action": "skip", "reason": reasons[0]})
+        reason = self._said(trainer.agreed.own.skip)[0] if trainer.agreed.votes.skip else trainer.left_out
+        if reason is not None:
+            outcome.actions.append({"step": step, "action": "skip", "reason": reason})
 
     def _save(self) -> float:
-        trainer = self._trainer
-        trainer.hooks.phase("save", trainer.progress.global_step)
+        """Save the present state, unless that has been done or is not wanted; milliseconds of pause."""
+        trainer, step = self._trainer, self._trainer.progress.global_step
+        if not self._checkpoints.wanted(step):
+            return 0.0
+        trainer.hooks.phase("save", step)
         with self._inputs.stop.holding():
-            return self._checkpoints.save(trainer.progress)
-
-    def _asked_to_save(self, step: int) -> bool:
-        asked = bool(self._trainer.agreed.votes.save)
-        if asked:
+            pause = self._checkpoints.save(trainer.progress)
+        if trainer.agreed.votes.save and not self._checkpoints.due(step):
             self._outcome.actions.append({"step": step, "action": "save"})
-        return asked
+        return pause
 
     def _said(self, text: str | None) -> list[str]:
         """The reasons that any rank gave; collective."""
@@ -295,35 +311,49 @@ class _Training:
     def _ended(self) -> bool:
         """Whether the ranks have agreed to end the run after this step: signals first, then run plugins."""
         votes, own, outcome = self._trainer.agreed.votes, self._trainer.agreed.own, self._outcome
+        if votes.finish and not votes.stopped and not votes.stop:
+            outcome.stop_reason = self._said(own.finish)[0]
+            return True
         if votes.stopped:
             outcome.exit_reason = "interrupted" if votes.interrupted else "stopped"
         elif votes.stop:
             outcome.exit_reason, outcome.stop_reason = "stopped", self._said(own.stop)[0]
-        elif votes.finish:
-            outcome.stop_reason = self._said(own.finish)[0]
         else:
             return False
         self._inputs.stop.heed()
         return True
 
     def _went_back(self) -> bool:
-        """Go back to a checkpoint if the ranks have agreed on it."""
-        trainer, outcome = self._trainer, self._outcome
-        if not trainer.agreed.votes.back or trainer.agreed.votes.stopped:
+        """Go back to a checkpoint if the ranks have agreed on it, and not to stop."""
+        trainer, votes = self._trainer, self._trainer.agreed.votes
+        if not votes.back or votes.stopped or votes.stop:
             return False
         wishes = [w for w in gather_objects(self._inputs.ctx, trainer.agreed.own.back) if w is not None]
-        reason, before = wishes[0].reason, min(w.before for w in wishes)
-        leave_out = max(w.leave_out for w in wishes)
-        progress = trainer.progress
-        there = progress.global_step
+        reason, before, progress = wishes[0].reason, min(w.before for w in wishes), trainer.progress
+        there, leave_out = progress.global_step, [w.leave_out for w in wishes]
         trainer.hooks.phase("load", there)
-        found = self._checkpoints.roll_back(before, f"{reason}: went back from step {there}")
-        progress.global_step, progress.tokens_seen = found.global_step, found.tokens_seen
-        progress.samples_seen = self._after(found.samples_seen, leave_out)
-        trainer.restart(self._data.open(progress.samples_seen))
-        outcome.actions.append(
-            {"step": there, "action": "roll_back", "to": found.global_step, "left_out": leave_out, "reason": reason}
+        back = self._checkpoints.roll_back(before, f"{reason}: the run was to go back from step {there}")
+        found = back.progress
+        afterwards = max(progress.samples_seen if n is None else self._after(found.samples_seen, n) for n in leave_out)
+        self._outcome.actions.append(
+            {
+                "step": there,
+                "action": "roll_back",
+                "reason": reason,
+                "to": found.global_step,
+                "samples_left_out": afterwards - found.samples_seen,
+                "put_aside": list(back.put_aside),
+            }
         )
+        progress.global_step, progress.tokens_seen, progress.samples_seen = (
+            found.global_step,
+            found.tokens_seen,
+            afterwards,
+        )
+        self._evaluated = 0
+        trainer.restart(self._data.open(afterwards))
+        if self._inputs.ctx.rank == 0:
+            _LOGGER.warning("%s: went back from step %d to step %d.", reason, there, found.global_step)
         return True
 
     def _after(self, samples_seen: int, batches: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -43,6 +44,7 @@ class Payload:
             spawned ranks work it out themselves.
         resolved: the run as it was planned at first; after a restart its end is still the end.
         newest: the newest checkpoint that was there before this run.
+        started: see `RunInfo`.
     """
 
     config: TrainConfig
@@ -52,9 +54,11 @@ class Payload:
     newest: Published | None
     plugins: Mapping[str, Callable[[], object]] = attrs.field(factory=dict)
     planned: Planned | None = None
+    started: float = attrs.field(factory=time.monotonic)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Payload, (self.config, self.folder, self.argv, self.resolved, self.newest, self.plugins)
+        kept = (self.config, self.folder, self.argv, self.resolved, self.newest, self.plugins, None, self.started)
+        return Payload, kept
 
 
 def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
@@ -99,6 +103,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             resume=planned.resume,
             stop=worker.stop,
             progress=worker.progress,
+            started=payload.started,
         )
         rows: list[dict[str, Any]] = []
         for trial in range(config.repeat):

@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import attrs
 
@@ -22,6 +23,7 @@ from mtb_core.testing.lab import Lab
 from mtb_core.testing.states import Mismatch
 
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
+_MODES = ("every", "last")
 
 
 @check(
@@ -127,23 +129,45 @@ def plan(lab: Lab, ranks: int) -> None:
 
 @check(
     "discovery.capabilities",
-    "What the author declares is what the plan says.",
+    "The plan promises what the author insists on.",
     mistake=OVERDECLARED,
 )
 def capabilities(lab: Lab, ranks: int) -> None:
-    """What a plan does not say (accumulation, clipping, bf16, ties) is checked by running it."""
+    """Promises that are declared as True, at every number of ranks above one; and the declared sync modes."""
     planned, declared = lab.plan(ranks), lab.capabilities
-    for name in ("exact", "exact_resume", "custom_models", "resharding"):
-        if getattr(declared, name) and not getattr(planned, name):
+    for name, wanted in declared.promises.items():
+        if wanted and not getattr(planned, name) and (ranks > 1 or lab.world_sizes == (1,)):
             raise Mismatch(f"Plan.{name}, as declared", f"the plan for {ranks} ranks says False")
-    if declared.sharded and not planned.sharded and planned.layout.data_size > 1:
-        raise Mismatch("Plan.sharded, as declared", f"the plan for {ranks} ranks says False")
-    if missing := set(declared.sync_modes) - set(planned.sync_modes):
-        raise Mismatch(f"sync modes {declared.sync_modes}, as declared", f"the plan lacks {', '.join(sorted(missing))}")
-    for mode in declared.sync_modes:
-        lab.plan(ranks, gradient_sync_mode=mode)
-    if declared.bf16:
-        lab.plan(ranks, precision="bf16")
+    modes = declared.sync_modes or ()
+    if missing := set(modes) - set(planned.sync_modes):
+        raise Mismatch(f"sync modes {modes}, as declared", f"the plan lacks {', '.join(sorted(missing))}")
+
+
+@check(
+    "discovery.promises",
+    "What the plan promises is accepted, and what it does not promise is refused, before any rank starts.",
+    mistake="plan() refuses by a ConfigError of its own what the Plan that it returns promises; say it in the Plan, and "
+    "core refuses with a message",
+)
+def promises(lab: Lab, ranks: int) -> None:
+    """Clipping, bf16, tied weights, micro-batches and sync modes, as settings of a run."""
+    planned = lab.plan(ranks)
+    fits = lab.micro_batches(ranks, 2)
+    asked: list[tuple[str, bool, dict[str, Any]]] = [
+        ("clipping", planned.clipping, {"max_grad_norm": 1.0}),
+        ("bf16", planned.bf16, {"precision": "bf16"}),
+        ("tied_weights", planned.tied_weights, {"tie_embeddings": True}),
+        ("accumulation", planned.accumulation, {"grad_accum_steps": max(fits, 2)}),
+    ]
+    asked += [("sync_modes", mode in planned.sync_modes, {"gradient_sync_mode": mode}) for mode in _MODES]
+    if planned.least_micro_batches > 1:
+        asked.append(("least_micro_batches", False, {"grad_accum_steps": planned.least_micro_batches - 1}))
+    for name, promised, settings in asked:
+        refusal = lab.refusal(ranks, **{"grad_accum_steps": fits, **settings})
+        if promised and refusal:
+            raise Mismatch(f"{settings} to be accepted, as Plan.{name} promises for {ranks} ranks", refusal)
+        if not promised and not refusal:
+            raise Mismatch(f"{settings} to be refused, for Plan.{name} does not promise it", "it was accepted")
 
 
 @check(

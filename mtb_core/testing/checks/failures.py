@@ -15,7 +15,7 @@ from mtb_core.testing.lab import Lab, Run
 from mtb_core.testing.probes_failures import (
     FailInForward,
     InfinityInBackward,
-    NanInOutput,
+    NanInLoss,
     Signalled,
     StateAtEnd,
     survivors,
@@ -26,6 +26,12 @@ from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within
 BAD = 2
 
 
+def _counting(lab: Lab, ranks: int) -> list[int]:
+    """The ranks whose loss counts."""
+    layout = lab.plan(ranks).layout
+    return [rank for rank in range(ranks) if layout.counts_loss(rank)]
+
+
 @check(
     "failures.nonfinite",
     "A loss that is not finite on one rank stops all ranks at that step, before the update, and names the rank.",
@@ -33,9 +39,10 @@ BAD = 2
     "check: updates belong in optimizer_step(prepared, apply) alone",
 )
 def nonfinite(lab: Lab, ranks: int) -> None:
-    """On the first and on the last rank."""
-    for rank in sorted({0, ranks - 1}):
-        run = lab.run(episode(ranks, states=(BAD - 1,), probes=(NanInOutput(rank, BAD), StateAtEnd(BAD))))
+    """On the first and on the last rank that counts loss."""
+    counting = _counting(lab, ranks)
+    for rank in sorted({counting[0], counting[-1]}):
+        run = lab.run(episode(ranks, states=(BAD - 1,), probes=(NanInLoss(rank, BAD), StateAtEnd(BAD))))
         _stopped_by_agreement(run, rank)
         equal_bitwise(run.whole(BAD), run.whole(BAD - 1), f"the state after a NaN on rank {rank} stopped step {BAD}")
 
@@ -61,8 +68,9 @@ def _stopped_by_agreement(run: Run, named: int | None = None) -> None:
     "not all that the optimizer uses",
 )
 def nonfinite_gradient(lab: Lab, ranks: int) -> None:
-    """On the last rank, which cannot always be named: once gradients are summed, all ranks have it."""
-    run = lab.run(episode(ranks, states=(BAD - 1,), probes=(InfinityInBackward(ranks - 1, BAD), StateAtEnd(BAD))))
+    """On the last rank that counts loss; it cannot always be named: once gradients are summed, all ranks have it."""
+    last = _counting(lab, ranks)[-1]
+    run = lab.run(episode(ranks, states=(BAD - 1,), probes=(InfinityInBackward(last, BAD), StateAtEnd(BAD))))
     _stopped_by_agreement(run)
     equal_bitwise(run.whole(BAD), run.whole(BAD - 1), f"the state after an infinite gradient stopped step {BAD}")
 
@@ -74,8 +82,8 @@ def nonfinite_gradient(lab: Lab, ranks: int) -> None:
     "or an engine keeps",
 )
 def skipped_update(lab: Lab, ranks: int) -> None:
-    """A NaN on the last rank; the state of the skipped step is that of the step before."""
-    run = lab.done(_skipping(ranks, ranks - 1))
+    """A NaN on the last rank that counts loss; the state of the skipped step is that of the step before."""
+    run = lab.done(_skipping(ranks, _counting(lab, ranks)[-1]))
     for rank, trace in run.traces.items():
         skipped = [record.global_step for record in trace.records if record.skipped]
         if skipped != [BAD]:
@@ -88,7 +96,7 @@ def skipped_update(lab: Lab, ranks: int) -> None:
         ]:
             raise Mismatch("the same losses on all ranks", f"rank {rank}: {trace.losses}; rank 0: {run.first.losses}")
     equal_bitwise(run.whole(BAD), run.whole(BAD - 1), f"the state after the skipped step {BAD}")
-    if lab.capabilities.exact:
+    if lab.promises("exact", ranks):
         reference = lab.done(_skipping(1, 0, subject=False))
         seen, right = run.whole(4), reference.whole(4)
         names = [key for key in right if key.startswith("model/")]
@@ -105,7 +113,7 @@ def _skipping(ranks: int, rank: int, *, subject: bool = True) -> Episode:
         ranks,
         subject=subject,
         states=(1, 2, 4),
-        probes=(NanInOutput(rank, BAD),),
+        probes=(NanInLoss(rank, BAD),),
         on_nonfinite="skip",
         adam_eps=1e-6,
     )

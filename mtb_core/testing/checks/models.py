@@ -14,11 +14,15 @@ from mtb_core.testing.episodes import episode
 from mtb_core.testing.lab import Lab, Run
 from mtb_core.testing.probes import Forwards, Modes
 from mtb_core.testing.probes_tensors import BufferMeans
-from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within, same_keys
+from mtb_core.testing.states import Mismatch, comparable, equal_bitwise, equal_within, same_keys
 
 #: What weight decay takes from a weight in four steps, with some room.
 DECAY = 2e-3
-_EVALUATION: Mapping[str, Any] = {"eval_data": "synthetic", "eval_every": 2, "eval_batches": 1}
+#: A norm at which every gradient is clipped.
+_LIMIT = 0.05
+_TIED: Mapping[str, Any] = {"tie_embeddings": True, "max_grad_norm": _LIMIT}
+#: Of 23 ragged samples, so that some batches are padded and some have nothing to predict.
+_EVALUATION: Mapping[str, Any] = {"eval_data": "kit-ragged-23", "eval_every": 2}
 
 
 @check(
@@ -43,16 +47,45 @@ def mode(lab: Lab, ranks: int) -> None:
 @check(
     "models.evaluation",
     "The evaluation loss equals that of `single`.",
-    mistake="forward in eval mode must work without the sync context and without gradients, with the weights as they are",
+    mistake="forward in eval mode must work without the sync context and without gradients, with the weights as they are; "
+    "evaluate must take every batch, and padding, whose targets are all ignored, must not count",
     needs=("exact",),
 )
 def evaluation(lab: Lab, ranks: int) -> None:
-    """After four steps, over the same samples; with one micro-batch a step, a batch of evaluation is a global batch."""
-    settings = {**_EVALUATION, "eval_every": 0, "grad_accum_steps": 1}
-    seen = lab.done(training(ranks, **settings)).result["eval_loss"]
-    expected = lab.done(training(1, subject=False, **settings)).result["eval_loss"]
-    if not abs(seen - expected) <= TOLERANCE * expected:
-        raise Mismatch(f"an evaluation loss of {expected:.9g}", f"{seen:.9g}")
+    """After four steps, over all samples of a short data set, which are shared out in batches of other sizes."""
+    seen = lab.done(training(ranks, **_EVALUATION)).result
+    expected = lab.done(training(1, subject=False, **_EVALUATION)).result
+    if not math.isclose(seen["eval_loss"], expected["eval_loss"], rel_tol=TOLERANCE):
+        raise Mismatch(f"an evaluation loss of {expected['eval_loss']:.9g}", f"{seen['eval_loss']:.9g}")
+    if seen["eval_samples"] != expected["eval_samples"]:
+        raise Mismatch(f"{expected['eval_samples']} samples evaluated", f"{seen['eval_samples']}")
+
+
+@check(
+    "models.extra",
+    "An auxiliary loss is trained on and not reported; metrics of the loss are means over tokens, as with `single`.",
+    mistake="backward runs on work's share times Loss.objective, which is the sum and the auxiliary loss; both are sums "
+    "over tokens, and neither may be scaled by ranks or micro-batches. Loss.plus adds up metrics",
+    needs=("exact",),
+)
+def extra(lab: Lab, ranks: int) -> None:
+    """State after four steps, losses and metrics; or a refusal that names the loss."""
+    run = lab.run(training(ranks, model="kit-extra", data="kit-ragged"))
+    if run.exit_reason != "done":
+        told = run.why()
+        if "loss" not in told or "Traceback" in told:
+            raise Mismatch("training, or a message that names the model's loss", told)
+        return
+    reference = lab.done(training(1, subject=False, model="kit-extra", data="kit-ragged"))
+    same_losses(run, reference, TOLERANCE)
+    for rank, trace in run.traces.items():
+        for record, right in zip(trace.records, reference.first.records, strict=True):
+            for name, expected in right.metrics.items():
+                seen = record.metrics.get(name)
+                if seen is None or not math.isclose(seen, expected, rel_tol=TOLERANCE):
+                    step = right.global_step
+                    raise Mismatch(f"the metric '{name}' {expected:.9g} at step {step}", f"{seen} on rank {rank}")
+    same_state(run, reference, 4)
 
 
 @check(
@@ -67,7 +100,7 @@ def frozen(lab: Lab, ranks: int) -> None:
     before, after = run.whole(0), run.whole(4)
     still = [k for k in before if k.startswith("model/") and (".0." in k or k == "model/out.bias")]
     equal_bitwise({k: after[k] for k in still}, {k: before[k] for k in still}, "frozen parameters")
-    if lab.capabilities.exact:
+    if lab.promises("exact", ranks):
         reference = lab.done(training(1, subject=False, model="kit-frozen"))
         same_state(run, reference, 4)
 
@@ -99,11 +132,11 @@ def unused(lab: Lab, ranks: int) -> None:
     "models.tied",
     "A parameter that two layers share is trained as one: its gradient is the sum of both uses.",
     mistake="wrapping, sharding or `to_empty` has separated the two; materialize keeps ties, code of your own must too",
-    needs=("exact", "tied"),
+    needs=("exact", "tied_weights"),
 )
 def tied(lab: Lab, ranks: int) -> None:
     """Compared with `single`; the state names it once."""
-    run, reference = lab.done(sgd(ranks, tie_embeddings=True)), lab.done(sgd(1, subject=False, tie_embeddings=True))
+    run, reference = lab.done(sgd(ranks, **_TIED)), lab.done(sgd(1, subject=False, **_TIED))
     same_state(run, reference, 2)
 
 
@@ -117,16 +150,15 @@ def tied(lab: Lab, ranks: int) -> None:
 )
 def norm(lab: Lab, ranks: int) -> None:
     """The norms that are reported, and the clipped gradient that moved the weights, with tied and with frozen ones."""
-    kinds: dict[str, dict[str, Any]] = {}
-    if lab.capabilities.tied:
-        kinds["tied"] = {"tie_embeddings": True}
-    if lab.capabilities.custom_models:
-        kinds["frozen"] = {"model": "kit-frozen"}
+    kinds: dict[str, Mapping[str, Any]] = {}
+    if lab.promises("tied_weights", ranks):
+        kinds["tied"] = _TIED
+    if lab.promises("custom_models", ranks):
+        kinds["frozen"] = {"model": "kit-frozen", "max_grad_norm": _LIMIT}
     if not kinds:
         raise Skip("neither tied nor custom models are declared")
     for kind, settings in kinds.items():
-        asked = {**settings, "max_grad_norm": 0.05}
-        run, reference = lab.done(sgd(ranks, **asked)), lab.done(sgd(1, subject=False, **asked))
+        run, reference = lab.done(sgd(ranks, **settings)), lab.done(sgd(1, subject=False, **settings))
         expected = reference.first.records[0].grad_norm
         for rank, trace in run.traces.items():
             seen = trace.records[0].grad_norm
@@ -142,7 +174,7 @@ def norm(lab: Lab, ranks: int) -> None:
     "models.tied_resume",
     "A shared parameter is still shared after a resume.",
     mistake="loading replaced one of the two by a new tensor; fill the pieces in place",
-    needs=("exact", "tied"),
+    needs=("exact", "tied_weights"),
 )
 def tied_resume(lab: Lab, ranks: int) -> None:
     """Two steps, a resume, and one more, against three steps of `single`."""
@@ -199,12 +231,12 @@ def buffers(lab: Lab, ranks: int) -> None:
     start = lab.done(training(1, subject=False, model="kit-buffers")).whole(0)
     for step in (0, 1, 4):
         whole = run.whole(step)
-        same_keys(whole, start, f"state with buffers after step {step}")
+        same_keys(*comparable(whole, start), f"state with buffers after step {step}")
     equal_bitwise(_buffers(run.whole(0)), _buffers(start), "buffers before the first step")
     if torch.equal(run.whole(4)["model/running"], start["model/running"]):
         raise Mismatch("buffers that forward has changed", "'model/running' is as it was at the start")
     for step in (1, 4):
-        calls, forwards = int(run.whole(step)["model/calls"]), step * 2
+        calls, forwards = int(run.whole(step)["model/calls"]), step * lab.micro_batches(ranks, 2)
         if calls != forwards:
             raise Mismatch(f"'model/calls' to be {forwards} after step {step}, the forwards of one rank", f"{calls}")
     least, most = _running_bounds(run)
@@ -231,7 +263,7 @@ def same_state(run: Run, reference: Run, step: int) -> None:
     Raises:
         Mismatch: names the tensor that differs most.
     """
-    seen, expected = run.whole(step), reference.whole(step)
+    seen, expected = comparable(run.whole(step), reference.whole(step))
     same_keys(seen, expected, f"state after step {step}")
     for kind, tolerance in (("model/", TOLERANCE), ("optim/", 10 * TOLERANCE)):
         own, other = ({k: t for k, t in whole.items() if k.startswith(kind)} for whole in (seen, expected))

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.episodes import Episode, episode
+from mtb_core.testing.episodes import Episode, Probe, episode
 from mtb_core.testing.lab import Lab, Run
+from mtb_core.testing.probes_collectives import Collectives
+from mtb_core.testing.probes_tensors import GradientBits
 from mtb_core.testing.states import Mismatch, Whole, assemble, equal_bitwise, equal_within
 
 #: Losses, relative; weights, of the norm of each tensor. The sums of different numbers of ranks round differently.
@@ -40,9 +42,10 @@ def gradients(run: Run, step: int) -> Whole:
     return {key: before[key] - after[key] for key in before if key.startswith("model/")}
 
 
-def sgd(ranks: int, *, subject: bool = True, **settings: Any) -> Episode:
-    """Two steps of plain SGD, every state kept."""
-    return episode(ranks, subject=subject, states=(0, 1, 2), **{**PLAIN_SGD, **settings})
+def sgd(ranks: int, *, subject: bool = True, counted: bool = False, **settings: Any) -> Episode:
+    """Two steps of plain SGD, every state kept; with `counted`, every collective and the gradients' precision too."""
+    probes: tuple[Probe, ...] = (Collectives(), GradientBits()) if counted else ()
+    return episode(ranks, subject=subject, states=(0, 1, 2), **{**PLAIN_SGD, "probes": probes, **settings})
 
 
 def same_losses(run: Run, reference: Run, tolerance: float) -> float:
@@ -197,6 +200,7 @@ def weights(lab: Lab, ranks: int) -> Mapping[str, Any]:
     mistake="a branch on the rank in what must be alike: reduction, optimizer step, buffers; or an update that "
     "was applied before the reduction",
     ranks="several",
+    needs=("sums_gradients",),
 )
 def replicas(lab: Lab, ranks: int) -> None:
     """Assembling a state compares all copies."""
@@ -213,10 +217,15 @@ def replicas(lab: Lab, ranks: int) -> None:
 )
 def accumulation(lab: Lab, ranks: int) -> None:
     """See the title."""
-    data_ranks = lab.plan(ranks).layout.data_size
+    from mtb_core.testing.checks.sync import MICRO_BATCHES, in_mode  # noqa: PLC0415  (it imports this module)
+
     reference = lab.done(sgd(1, subject=False))
-    for micro_batches in (1, 4 if 24 % (4 * data_ranks) == 0 else 2):
-        run = lab.done(sgd(ranks, grad_accum_steps=micro_batches))
+    one = lab.micro_batches(ranks, 1)
+    runs = {
+        one: lab.done(sgd(ranks, grad_accum_steps=one)),
+        lab.micro_batches(ranks, MICRO_BATCHES): in_mode(lab, ranks, lab.plan(ranks).auto_sync),
+    }
+    for micro_batches, run in runs.items():
         equal_within(
             gradients(run, 1),
             gradients(reference, 1),
@@ -265,53 +274,29 @@ def master_weights(lab: Lab, ranks: int) -> None:
     "Gradients are summed over ranks in the dtype that the plan declares.",
     mistake="Plan.reduce_dtype says otherwise than what is sent: declare it, or reduce in fp32",
     ranks="several",
+    needs=("sums_gradients",),
 )
 def reduce_dtype(lab: Lab, ranks: int) -> None:
     """The dtype of every reduction between ranks with different data."""
-    from mtb_core.testing.checks.sync import NO_REDUCTION, gradient_reductions, needs_data_ranks  # noqa: PLC0415  (it imports this module)
+    from mtb_core.testing.checks.sync import NO_REDUCTION, gradient_reductions, in_mode, needs_data_ranks  # noqa: PLC0415  (it imports this module)
 
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
     needs_data_ranks(lab, ranks)
     found = 0
-    for precision in ("fp32", "bf16") if lab.capabilities.bf16 else ("fp32",):
-        declared = lab.plan(ranks, precision=precision).reduce_dtype
-        run = lab.done(sgd(ranks, precision=precision))
+    for precision in ("fp32", "bf16") if lab.promises("bf16", ranks) else ("fp32",):
+        declared = lab.plan(ranks, precision=precision)
+        lower = sgd(ranks, precision="bf16", counted=True)
+        run = lab.done(lower) if precision == "bf16" else in_mode(lab, ranks, declared.auto_sync)
         for trace in run.traces.values():
             for seen in gradient_reductions(run, trace, 1):
                 found += 1
-                if seen.dtype != names.get(declared, declared):
+                if seen.dtype != names[declared.reduce_dtype]:
                     raise Mismatch(
-                        f"gradients summed in {declared}, as Plan.reduce_dtype says",
+                        f"gradients summed in {declared.reduce_dtype}, as Plan.reduce_dtype says",
                         f"{seen.kind} of {seen.elements} elements in {seen.dtype}",
                     )
     if not found:
         raise Skip(NO_REDUCTION)
-
-
-@check(
-    "parity.data",
-    "Ranks together see each sample of the global batch exactly once.",
-    mistake="the layout's data axes are wrong: axes along which samples differ must be named in Layout(data=…), and "
-    "ranks that differ on other axes only see the same samples",
-)
-def data(lab: Lab, ranks: int) -> None:
-    """Sample counts as the trainer accounts them, and each rank's inputs."""
-    from mtb_core.testing.probes import Inputs  # noqa: PLC0415  (torch is loaded by now)
-
-    run = lab.done(episode(ranks, steps=2, probes=(Inputs(),)))
-    reference = lab.done(episode(1, subject=False, steps=2, probes=(Inputs(),)))
-    expected = sorted(reference.first.notes["inputs"])
-    by_data_rank: dict[int, list[Any]] = {}
-    for trace in run.traces.values():
-        own = sorted(trace.notes["inputs"])
-        if by_data_rank.setdefault(trace.data_rank, own) != own:
-            raise Mismatch("ranks of one data rank to see the same samples", f"rank {trace.rank} sees others")
-    seen = sorted(row for rows in by_data_rank.values() for row in rows)
-    if seen != expected:
-        raise Mismatch(
-            f"the {len(expected)} samples that `single` sees, each once",
-            f"{len(seen)} samples, {len(set(seen) & set(expected))} of them right",
-        )
 
 
 def _model(whole: Whole) -> Whole:

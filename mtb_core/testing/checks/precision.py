@@ -7,7 +7,6 @@ import torch
 from mtb_core.testing.checking import Skip, check
 from mtb_core.testing.checks.parity import sgd, training
 from mtb_core.testing.lab import Lab
-from mtb_core.testing.probes_tensors import GradientBits
 from mtb_core.testing.states import Mismatch
 
 
@@ -40,7 +39,7 @@ def bf16_gradients(lab: Lab, ranks: int) -> None:
     declared = lab.plan(ranks, precision="bf16").reduce_dtype
     if declared != "fp32":
         raise Skip(f"the plan sums gradients in {declared}")
-    run = lab.done(sgd(ranks, precision="bf16", probes=(GradientBits(),)))
+    run = lab.done(sgd(ranks, precision="bf16", counted=True))
     noted = {rank: trace.notes["bf16_share"] for rank, trace in run.traces.items()}
     for step in (1, 2):
         shares = {rank: own[step - 1] for rank, own in noted.items() if own[step - 1] is not None}

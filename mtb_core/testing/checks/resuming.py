@@ -31,7 +31,7 @@ def _goes_on_alike(lab: Lab, ranks: int, what: str, **settings: Any) -> None:
         episode(ranks, states=(2, 3), **asked, steps=None, until_step=3, resume=str(checkpoint_of(saved, 2)))
     )
     equal_bitwise(run.whole(2), saved.whole(2), f"the state with {what}, right after resuming from step 2")
-    if lab.capabilities.exact_resume:
+    if lab.promises("exact_resume", ranks):
         equal_bitwise(run.whole(3), saved.whole(3), f"the state with {what}, a step after resuming from step 2")
 
 

@@ -17,6 +17,8 @@ from mtb_core.testing.states import Mismatch, equal_within
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 MICRO_BATCHES = 4
+#: Why a strategy whose schedule is its own cannot be judged by micro-batches.
+NO_CONTEXT = "its accumulate does not go through mtb_micro_batch: there is no sync context to look at"
 #: Why nothing can be said of a strategy whose gradients are right, but summed by nothing that is known to sum.
 NO_REDUCTION = (
     f"no known reduction seen ({', '.join(_REDUCTIONS)}): gradients are summed by other means, an all-gather say, and how "
@@ -68,10 +70,15 @@ def sums_by_other_means(run: Run, step: int) -> bool:
     return exchanged
 
 
-def _judged_by_reductions(lab: Lab, run: Run) -> None:
-    """Skip where `run` sums gradients in a way that is not known; that they are right is seen to first."""
+def _judged_by_reductions(lab: Lab, ranks: int, run: Run) -> None:
+    """Skip where `run` goes through no sync context, or sums gradients in a way that is not known.
+
+    That they are right is seen to first.
+    """
+    if not any(trace.micros for trace in run.traces.values()):
+        raise Skip(NO_CONTEXT)
     if sums_by_other_means(run, 2):
-        if lab.capabilities.exact:
+        if lab.promises("exact", ranks):
             expected = gradients(lab.done(sgd(1, subject=False)), 1)
             equal_within(gradients(run, 1), expected, GRADIENT_TOLERANCE, "gradients without any known reduction")
         raise Skip(NO_REDUCTION)
@@ -98,33 +105,32 @@ def needs_data_ranks(lab: Lab, ranks: int) -> None:
     mistake="the context must span forward AND backward: wrappers read the flag in one and act on it in the other; and "
     "micro.sync must be what decides",
     ranks="several",
-    needs=("accumulation",),
+    needs=("accumulation", "sums_gradients"),
 )
 def count(lab: Lab, ranks: int) -> dict[str, Any]:
     """Counted on real collectives, for each mode that is declared."""
     needs_data_ranks(lab, ranks)
     figures = {}
-    for mode in lab.capabilities.sync_modes:
-        run = _in_mode(lab, ranks, mode)
-        _judged_by_reductions(lab, run)
-        expected = list(range(_micro_batches(lab, ranks))) if mode == "every" else [_micro_batches(lab, ranks) - 1]
+    micro_batches = lab.micro_batches(ranks, MICRO_BATCHES)
+    for mode in lab.sync_modes(ranks):
+        run = in_mode(lab, ranks, mode)
+        _judged_by_reductions(lab, ranks, run)
+        expected = list(range(micro_batches)) if mode == "every" else [micro_batches - 1]
         for trace in run.traces.values():
             found = synchronised(run, trace, 2)
             if found != expected:
                 raise Mismatch(
-                    f"mode '{mode}': gradients summed in micro-batches {expected} of {_micro_batches(lab, ranks)}",
+                    f"mode '{mode}': gradients summed in micro-batches {expected} of {micro_batches}",
                     f"rank {trace.rank} summed them in {found}",
                 )
         figures[f"synchronisations_{mode}"] = len(expected)
     return figures
 
 
-def _in_mode(lab: Lab, ranks: int, mode: str) -> Run:
-    return lab.done(sgd(ranks, grad_accum_steps=_micro_batches(lab, ranks), gradient_sync_mode=mode, steps=2))
-
-
-def _micro_batches(lab: Lab, ranks: int) -> int:
-    return MICRO_BATCHES if 24 % (MICRO_BATCHES * lab.plan(ranks).layout.data_size) == 0 else 2
+def in_mode(lab: Lab, ranks: int, mode: str) -> Run:
+    """The two steps of `sgd` in more micro-batches and one sync mode, with every collective."""
+    micro_batches = lab.micro_batches(ranks, MICRO_BATCHES)
+    return lab.done(sgd(ranks, grad_accum_steps=micro_batches, gradient_sync_mode=mode, steps=2, counted=True))
 
 
 @check(
@@ -133,26 +139,28 @@ def _micro_batches(lab: Lab, ranks: int) -> int:
     mistake="gradients are reduced by the wrapper and by the strategy as well; a second average changes no number, but "
     "doubles the traffic. Or a part of the gradients is not reduced at all",
     ranks="several",
-    needs=("accumulation",),
+    needs=("accumulation", "sums_gradients"),
 )
 def volume(lab: Lab, ranks: int) -> dict[str, Any]:
     """Elements of all reductions of a synchronisation, against those of the trainable parameters of its ranks.
 
     Between once and less than twice: besides padding, hybrid sharding sums its shards once more over the copies. A
-    strategy that is not exact may send less, by compression.
+    strategy that is not exact may send less, by compression. Elements that one rank alone holds (experts, say) need
+    no sum.
     """
     needs_data_ranks(lab, ranks)
     figures = {}
-    for mode in lab.capabilities.sync_modes:
-        run = _in_mode(lab, ranks, mode)
-        _judged_by_reductions(lab, run)
-        least = _ROUNDING_OFF if lab.capabilities.exact else 0.0
+    for mode in lab.sync_modes(ranks):
+        run = in_mode(lab, ranks, mode)
+        _judged_by_reductions(lab, ranks, run)
         for rank, trace in run.traces.items():
-            times = _reduced(run, trace, 2) / (len(synchronised(run, trace, 2)) or 1) / _trained(run, trace)
+            trained, copied = _trained(run, trace)
+            least = _ROUNDING_OFF * copied / trained if lab.promises("exact", ranks) else 0.0
+            times = _reduced(run, trace, 2) / (len(synchronised(run, trace, 2)) or 1) / trained
             figures[f"times_summed_{mode}"] = times
             if not least <= times < 2.0:
                 raise Mismatch(
-                    f"mode '{mode}': each of {_trained(run, trace)} elements summed once in a synchronisation (up to less "
+                    f"mode '{mode}': each of {trained} elements summed once in a synchronisation (up to less "
                     "than twice, with padding and a second level)",
                     f"{times:.3g} times on rank {rank}",
                 )
@@ -167,8 +175,8 @@ def _reduced(run: Run, trace: RankTrace, step: int) -> int:
     return sum(c.elements for c in gradient_reductions(run, trace, step))
 
 
-def _trained(run: Run, trace: RankTrace) -> int:
-    """Elements of the model on this rank and on those that differ from it in their data only."""
+def _trained(run: Run, trace: RankTrace) -> tuple[int, int]:
+    """Elements of the model on this rank and on those that differ from it in their data only; those on several of them."""
     assert trace.plan is not None
     layout = trace.plan.layout
 
@@ -185,8 +193,10 @@ def _trained(run: Run, trace: RankTrace) -> int:
             for key, parts in other.states[0].items():
                 for tensor, shape, offset in parts if key.startswith("model/") else ():
                     where = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
-                    held.setdefault(key, torch.zeros(shape, dtype=torch.bool))[where] = True
-    return sum(int(mask.sum()) for mask in held.values())
+                    held.setdefault(key, torch.zeros(shape, dtype=torch.int64))[where] += 1
+    return sum(int((count > 0).sum()) for count in held.values()), sum(
+        int((count > 1).sum()) for count in held.values()
+    )
 
 
 @check(
@@ -199,8 +209,8 @@ def _trained(run: Run, trace: RankTrace) -> int:
 def modes_agree(lab: Lab, ranks: int) -> None:
     """Each mode against `single`."""
     reference = lab.done(sgd(1, subject=False))
-    for mode in lab.capabilities.sync_modes:
-        run = _in_mode(lab, ranks, mode)
+    for mode in lab.sync_modes(ranks):
+        run = in_mode(lab, ranks, mode)
         for step in (1, 2):
             equal_within(
                 gradients(run, step),
@@ -220,10 +230,12 @@ def modes_agree(lab: Lab, ranks: int) -> None:
 def restored(lab: Lab, ranks: int) -> None:
     """An exception inside an unsynchronised context; the step that follows must still be right."""
     needs_data_ranks(lab, ranks)
-    if "last" not in lab.capabilities.sync_modes:
+    if "last" not in lab.sync_modes(ranks):
         raise Skip("every micro-batch is synchronised")
     settings = {**PLAIN_SGD, "gradient_sync_mode": "last", "grad_accum_steps": 1}
     run = lab.done(episode(ranks, states=(0, 1, 2), probes=(RaiseInSyncContext(step=1),), **settings))
+    if not any("raised" in trace.notes for trace in run.traces.values()):
+        raise Skip(NO_CONTEXT)
     reference = lab.done(sgd(1, subject=False))
     equal_within(
         gradients(run, 1), gradients(reference, 1), GRADIENT_TOLERANCE, "gradients of the step after the exception"

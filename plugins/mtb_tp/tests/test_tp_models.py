@@ -25,17 +25,27 @@ MODELS = Path(__file__).parent / "tp_models.py"
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("factory", "options"),
     [
-        pytest.param({"tp": 2}, marks=pytest.mark.slow),
-        {"tp": 2, "sequence_parallel": True, "vocab_parallel_loss": True},
-        pytest.param({"tp": 2, "data_parallel": "fsdp", "sequence_parallel": True}, marks=pytest.mark.slow),
+        pytest.param("biased", {"tp": 2}, marks=pytest.mark.slow),
+        ("biased", {"tp": 2, "sequence_parallel": True, "vocab_parallel_loss": True}),
+        pytest.param("biased", {"tp": 2, "data_parallel": "fsdp", "sequence_parallel": True}, marks=pytest.mark.slow),
+        ("scalar", {"tp": 2, "data_parallel": "fsdp"}),
     ],
-    ids=["ddp", "all", "fsdp-sequence"],
+    ids=["ddp", "all", "fsdp-sequence", "fsdp-scalar"],
 )
-def test_biases_frozen_layers_and_own_initialisation(options: dict[str, Any], tmp_path: Path) -> None:
-    """Every weight of a model with biases and frozen ones, that fills itself, ends as under `single`, with SGD."""
-    common = {"model": f"{MODELS}:biased", "optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1, "until_step": 10}
+def test_models_of_ones_own_end_as_under_single(factory: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Every weight of a model with biases and frozen ones, that fills itself, ends as under `single`, with SGD.
+
+    A parameter without dimensions, which FSDP cannot shard, does too.
+    """
+    common = {
+        "model": f"{MODELS}:{factory}",
+        "optimizer": "sgd",
+        "momentum": 0.9,
+        "learning_rate": 0.1,
+        "until_step": 10,
+    }
     _, expected = trained(tmp_path / "single", strategy="single", **common)
     settings = {"strategy": "tp", "nproc": 4, "strategy_opt": options, "grad_accum_steps": 2}
     _, seen = trained(tmp_path / "tp", **settings, **common)
@@ -123,11 +133,6 @@ def test_words_outside_of_the_vocabulary_are_refused(words: torch.Tensor) -> Non
         ("alpha_dropout", {}, "'blocks.0.drop', which is AlphaDropout and drops in its own way"),
         ("dropout_twice", {}, "The dropout 'blocks.0.drop' was called twice in one forward"),
         ("few_words", {"vocab_parallel_loss": True}, "'words' has 32 words, but the vocabulary of the data has 64"),
-        (
-            "scalar",
-            {"tp": 1, "data_parallel": "fsdp"},
-            "cannot shard parameters without dimensions; the model has factor",
-        ),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(

@@ -228,6 +228,9 @@ class Scalar(Net):
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(1.0))
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.factor
+
 
 def scalar(config: TrainConfig) -> ModelSpec:
     return _spec(Scalar, ROLES)

@@ -1,8 +1,9 @@
-"""Tests of mtb_core.ckpt.metadata: reading the index of torch.distributed.checkpoint, hostile ones included."""
+"""Tests of mtb_dcp.index and mtb_dcp.inert: reading the index of torch.distributed.checkpoint, hostile ones included."""
 
 import contextlib
 import os
 import pickle
+import tracemalloc
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtb_core.ckpt.image import metadata_bytes
-from mtb_core.ckpt.metadata import Chunk, TensorEntry, check_tiling, parse_metadata
+from mtb_core.ckpt import Chunk, TensorEntry
+from mtb_dcp.index import metadata_bytes, parse_metadata
+from mtb_dcp.inert import Name, read_pickle
 
 ENTRIES = {
     "model/w": TensorEntry(
@@ -125,12 +127,70 @@ def test_impossible_indexes(change, problem):
         parse_metadata(_changed(change))
 
 
-def test_tiling():
-    """Boxes must cover a tensor exactly once; empty ones do not matter."""
-    check_tiling("t", (4, 4), [((0, 0), (4, 2)), ((0, 2), (2, 2)), ((2, 2), (2, 2)), ((4, 0), (0, 4))])
-    check_tiling("t", (), [((), ())])
-    check_tiling("t", (0, 3), [((0, 0), (0, 3))])
-    with pytest.raises(ValueError, match="overlapping"):
-        check_tiling("t", (4, 4), [((0, 0), (4, 3)), ((0, 2), (4, 2))])
-    with pytest.raises(ValueError, match="not covered"):
-        check_tiling("t", (4, 4), [((0, 0), (4, 3))])
+NAMES = {("torch", "float32"): "float32", ("m", "Thing"): Name("thing"), ("torch", "Size"): Name("Size")}
+
+
+def test_plain_values():
+    """What pickle writes of plain values, in every protocol that has binary opcodes, is read as what it was."""
+    value = {
+        "a": [1, -2, 300, 1 << 40, True, None],
+        "ü": ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
+        5: {"b": "c" * 300},
+    }
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert read_pickle(pickle.dumps(value, protocol), NAMES) == value
+
+
+def doubled(depth):
+    """A tuple of two of a tuple of two …: small as a pickle, and endless to hash, compare or print."""
+    value = ()
+    for _ in range(depth):
+        value = (value, value)
+    return value
+
+
+HOSTILE = {
+    "a long memo index": b"\x80\x02Nr\xff\xff\xff\x7f" + b"0.",
+    "a memo index and nothing else": b"Nr\xff\xff\xff\x1f.",
+    "a nested tuple as key": b"\x80\x02}" + pickle.dumps(doubled(60), 2)[2:-1] + b"Ks.",
+    "a nested tuple as a name": pickle.dumps(doubled(60), 2)[2:-1] + b"\x8c\x01a\x93.",
+    "a state for a class": b"cm\nThing\n}b.",
+    "a state twice": b"cm\nThing\n)R}b}b.",
+    "a call of a value": b"ctorch\nfloat32\n)R.",
+    "more lists than bytes": b"]" * 100_000 + b".",
+    "more notes than bytes": b"N" + b"\x94" * 100_000 + b".",
+    "a text that is not there": b"X\xff\xff\xff\x7fabc.",
+    "an endless line": b"c" + b"m" * 1000,
+    "half of a surrogate pair": b"X\x03\0\0\0\xed\xa0\x80.",
+    "pop": b"NN0.",
+    "two values": b"NN.",
+}
+#: Refused by the reader itself, whatever names are known.
+ALWAYS = sorted(set(HOSTILE) - {"a memo index and nothing else"})
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_pickles(kind):
+    """Small pickles that would take up memory or time, or change a class, are refused at once, with little memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"\w"):
+            parse_metadata(HOSTILE[kind])
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(HOSTILE[kind]) + 300_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ALWAYS)
+def test_hostile_pickles_of_known_names(kind):
+    """The same where every name in them is known."""
+    with pytest.raises(ValueError, match=r"\w"):
+        read_pickle(HOSTILE[kind], NAMES)
+
+
+def test_nested_sizes_are_refused():
+    """A shape that is a nested tuple is named by its type, not printed."""
+    metadata = pickle.loads(metadata_bytes(ENTRIES))
+    metadata.state_dict_metadata["model/w"].chunks[0].sizes = (doubled(60), 3)
+    with pytest.raises(ValueError, match="a size was expected, found tuple"):
+        parse_metadata(pickle.dumps(metadata))

@@ -1,0 +1,16 @@
+"""What this distribution provides; see `mtb_core.hookimpl`. The format itself is imported when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mtb_core import FormatInfo, hookimpl
+
+PLUGIN_API = 2
+
+
+@hookimpl
+def mtb_checkpoint_formats() -> Sequence[FormatInfo]:
+    """`dcp`."""
+    text = "Files that torch.distributed.checkpoint reads; all checkpoints of formats 1 to 3."
+    return [FormatInfo("dcp", text, "mtb_dcp.storage:DcpStorage")]
