@@ -96,14 +96,20 @@ def test_buckets_are_reduced_while_backward_runs(mode: str, tmp_path: Path) -> N
         assert backwards == (one * 4 if mode == "every" else "lll" + one)
 
 
-@pytest.mark.parametrize("mode", ["last", pytest.param("every", marks=pytest.mark.slow)])
-def test_shards_of_a_stage_are_summed_as_asked(mode: str, tmp_path: Path) -> None:
-    """FSDP2 sums each element of this stage's gradients once a step, or once a micro-batch; and gathers for each one."""
+@pytest.mark.parametrize(
+    ("mode", "precision"), [("last", "bf16"), pytest.param("every", "fp32", marks=pytest.mark.slow)]
+)
+def test_shards_of_a_stage_are_summed_as_asked(mode: str, precision: str, tmp_path: Path) -> None:
+    """FSDP2 sums each element of this stage's gradients once a step, or once a micro-batch; and gathers for each one.
+
+    Sums are in fp32, activations travel in the precision in which they are computed.
+    """
     result, _ = watched(
         tmp_path,
         nproc=4,
         strategy_opt={"pp": 2, "data_parallel": "fsdp"},
         gradient_sync_mode=mode,
+        precision=precision,
         warmup_steps=2,
     )
     times = 4 if mode == "every" else 1
@@ -117,4 +123,5 @@ def test_shards_of_a_stage_are_summed_as_asked(mode: str, tmp_path: Path) -> Non
     }
     elements = result.strategy_facts["stages"][0]["parameters"]
     assert (result.comm_bytes_per_step or {})["reduce_scatter"] == times * elements * 4
-    assert (result.comm_bytes_per_step or {})["send"] == 4 * 4 * TINY["seq_length"] * TINY["d_model"]
+    size = 2 if precision == "bf16" else 4
+    assert (result.comm_bytes_per_step or {})["send"] == 4 * size * TINY["seq_length"] * TINY["d_model"]

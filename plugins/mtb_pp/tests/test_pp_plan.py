@@ -110,6 +110,14 @@ def test_parts_have_the_names_of_the_model() -> None:
     assert [name for name, _ in parts[0].named_parameters()] == names[0]
 
 
+def test_first_names_are_those_of_the_model() -> None:
+    """Also of a parameter that is tied within a stage whose chain has the model's modules in another order."""
+    model = nn.ModuleDict({"late": nn.Linear(3, 3), "early": nn.Linear(3, 3)})
+    model["late"].weight = model["early"].weight
+    part = Part(model, ("early", "late"), None)
+    assert [name for name, _ in part.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
 def test_stages_of_one_rank_together() -> None:
     """Several parts make one module with the names of all; those of one container come together."""
     model, spec = whole(4, tie_embeddings=True)
