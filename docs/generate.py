@@ -35,6 +35,7 @@ PLUGINS = (
     "mtb_fsdp",
     "mtb_deepspeed",
     "mtb_tp",
+    "mtb_pp",
     "mtb_ep",
     "mtb_comm",
     "mtb_dcp",
