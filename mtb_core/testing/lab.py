@@ -307,7 +307,10 @@ class Lab:
 
     def _as_asked(self, asked: Episode) -> TrainConfig:
         who = {"strategy": self.info.name, "strategy_opt": self.options} if asked.subject else {"strategy": "single"}
-        return TrainConfig(**{**self.settings, **who, "nproc": asked.ranks, **dict(asked.settings)})
+        own = dict(asked.settings)
+        if "model" in own:  # the options of the author's are not those of another model
+            own.setdefault("model_opt", {})
+        return TrainConfig(**{**self.settings, **who, "nproc": asked.ranks, **own})
 
     def config(self, asked: Episode) -> TrainConfig:
         """The configuration of an episode, changed where the plan does not promise what was asked for.

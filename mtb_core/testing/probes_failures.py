@@ -34,14 +34,15 @@ class RaisedOnPurpose(Exception):
 
 @attrs.frozen
 class NanInLoss(Probe):
-    """Makes the loss NaN on `rank` in `step`, and so every gradient. `rank` must be one that counts loss."""
+    """Makes the loss NaN on `rank` in `step`, and with `gradients` every gradient. `rank` must be one that counts loss."""
 
     rank: int
     step: int
+    gradients: bool = True
 
     def observer(self, stage: Stage) -> object:
         """See the class."""
-        return _InLoss(stage, self.rank, self.step, lambda loss: loss * float("nan"))
+        return _InLoss(stage, self.rank, self.step, _nan if self.gradients else _nan_in_value)
 
 
 @attrs.frozen
@@ -57,6 +58,14 @@ class InfinityInBackward(Probe):
     def observer(self, stage: Stage) -> object:
         """See the class."""
         return _InLoss(stage, self.rank, self.step, _with_infinite_gradient)
+
+
+def _nan(loss: torch.Tensor) -> torch.Tensor:
+    return loss * float("nan")
+
+
+def _nan_in_value(loss: torch.Tensor) -> torch.Tensor:
+    return loss + (loss * float("nan")).detach()
 
 
 def _with_infinite_gradient(loss: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,10 @@ ZERO1 = StrategyInfo(
     "right-zero1", "Its optimizer's state is said to be sharded", "broken.right:Sharded", plans.sharded
 )
 GATHERING = StrategyInfo("right-gathering", "Sums by gathering", "broken.right:Gathering", plans.data_parallel)
+STAGES = StrategyInfo("right-stages", "A pipeline", "broken.parallel:Stages", plans.stages)
+POSITIONS = StrategyInfo("right-positions", "Context parallelism", "broken.parallel:Positions", plans.tokens)
+MIRRORED = StrategyInfo("right-mirrored", "Copies", "broken.parallel:Mirrored", plans.copies)
+LOCAL_STEPS = StrategyInfo("right-local-steps", "Local SGD", "broken.parallel:LocalSteps", plans.local_steps)
 
 
 @attrs.frozen
@@ -65,6 +69,6 @@ def mistake(check, *, ranks=2, right=REPLICATED, plan=plans.data_parallel, optio
 
 def mistakes():
     """The complete list, in the order of the kit's groups."""
-    for module in ("discovered", "gradients", "training", "saving", "lifecycle"):
+    for module in ("discovered", "gradients", "training", "saving", "lifecycle", "layouts", "agreements"):
         import_module(f"broken.{module}")
     return list(MISTAKES.values())

@@ -64,6 +64,11 @@ class DeclaredNotPlanned(Replicated):
     """The author declares sharding, of which the plan knows nothing."""
 
 
+@mistake("discovery.promises", plan=plans.without_bf16)
+class PromisedAndRefused(Replicated):
+    """The plan promises bf16, and its function refuses it."""
+
+
 @mistake("discovery.hooks")
 class MisspeltHook(Replicated):
     """A hook has a name that core does not know, and would never be called."""

@@ -12,9 +12,13 @@ import threading
 from pathlib import Path
 
 import attrs
+import numpy as np
+import torch
 import torch.distributed as dist
 
-from .catalogue import mistake
+from . import plans
+from .catalogue import STAGES, mistake
+from .parallel import Stages
 from .right import Replicated
 
 kept = []
@@ -42,11 +46,11 @@ class CallsItsOwnHooks(Replicated):
 
 
 @mistake("processes.metrics")
-class NumberOfAnotherType(Replicated):
-    """The number of parameters is not a whole one."""
+class FactsOfAnotherType(Replicated):
+    """A fact for the result is a number of numpy's, which JSON has no place for."""
 
     def prepare(self, job):
-        return attrs.evolve(super().prepare(job), parameters=0.5)
+        return attrs.evolve(super().prepare(job), facts={"buckets": np.int64(4)})
 
 
 @mistake("processes.groups")
@@ -170,14 +174,13 @@ class ModelKeptForNextTrial(Replicated):
         return kept[0]
 
 
-@mistake("processes.result")
-class ParametersOfOneRank(Replicated):
-    """The number of parameters is that of one rank's share."""
+@mistake("processes.result", right=STAGES, plan=plans.stages)
+class ParametersOfOneStage(Stages):
+    """The model is not built by core, which can count the parameters of this rank's part only."""
 
-    def prepare(self, job):
-        prepared = super().prepare(job)
-        whole = sum(parameter.numel() for parameter in prepared.core.parameters())
-        return attrs.evolve(prepared, parameters=whole // job.ctx.world_size)
+    def _build(self, job):
+        with torch.device("meta"):
+            return job.model.build()
 
 
 @mistake("processes.memory")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from mtb_core import ConfigError, Layout, Plan
 
 
@@ -37,3 +39,46 @@ def looks_at_devices(options, config, world):
     import torch
 
     return Plan(Layout((("dp", world.size if torch.get_num_threads() else 1),)))
+
+
+def stages(options, config, world):
+    """The ranks are the stages of a pipeline."""
+    layout = Layout((("pp", world.size),), {"pp": "stages"})
+    return Plan(layout, sync_modes=("last",), least_micro_batches=world.size, custom_models=False)
+
+
+def first_stage_counts(options, config, world):
+    """A pipeline whose first stage, which has no loss, is the one that counts."""
+    return attrs.evolve(stages(options, config, world), layout=Layout((("pp", world.size),), {"pp": "copies"}))
+
+
+def tokens(options, config, world):
+    """The ranks share out the positions of each sample."""
+    layout = Layout((("cp", world.size),), {"cp": "tokens"})
+    return Plan(layout, sync_modes=("last",), custom_models=False)
+
+
+def tokens_as_copies(options, config, world):
+    """Ranks with positions of their own, of which only those of the first count."""
+    return attrs.evolve(tokens(options, config, world), layout=Layout((("cp", world.size),), {"cp": "copies"}))
+
+
+def copies(options, config, world):
+    """All ranks do the same."""
+    return Plan(Layout((("tp", world.size),), {"tp": "copies"}), sync_modes=("last",))
+
+
+def copies_as_data(options, config, world):
+    """Ranks that sum nothing, with samples of their own."""
+    return Plan(Layout((("tp", world.size),), {"tp": "data"}), sync_modes=("last",))
+
+
+def local_steps(options, config, world):
+    """Replicas that differ between synchronisations."""
+    return Plan(
+        Layout((("dp", world.size),)),
+        sync_modes=("last",),
+        sums_gradients=False,
+        exact=False,
+        resharding=False,
+    )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mtb_core import Piece, State, fragment_pieces
-from mtb_core.ckpt import image, loading, opened, saving
+from mtb_core.ckpt import image, loading, opened, safetensors, saving
 from mtb_core.ckpt.layout import READY, step_name
 from mtb_core.train import schedule, trainer
 
@@ -270,3 +270,44 @@ class BuffersStartAnew(Replicated):
     def state_loaded(self, prepared, state):
         for buffer in prepared.core.buffers():
             buffer.zero_()
+
+
+@mistake("checkpoints.publish_order", right=SHARDED)
+class PartNotInIndex(Sharded):
+    """The checkpoint format leaves one part of each shared tensor out of its index; patches core's format."""
+
+    def prepare(self, job):
+        index = safetensors.SafetensorsStorage.index
+
+        def shorter(self, entries):
+            kept = {
+                key: attrs.evolve(e, chunks=e.chunks[:-1] if len(e.chunks) > 1 else e.chunks)
+                for key, e in entries.items()
+            }
+            return index(self, kept)
+
+        safetensors.SafetensorsStorage.index = shorter
+        return super().prepare(job)
+
+
+@mistake("checkpoints.restored_state", right=SHARDED)
+class PartsMixedUp(Sharded):
+    """The checkpoint format notes places of equal parts of a tensor in the wrong order; patches core's format."""
+
+    def prepare(self, job):
+        index = safetensors.SafetensorsStorage.index
+
+        def swapped(self, entries):
+            return index(self, {key: _swapped(entry) for key, entry in entries.items()})
+
+        safetensors.SafetensorsStorage.index = swapped
+        return super().prepare(job)
+
+
+def _swapped(entry):
+    first, *others = entry.chunks
+    same = next((c for c in others if c.sizes == first.sizes and c.length), None)
+    if same is None:
+        return entry
+    changed = {first: attrs.evolve(same, offset=first.offset), same: attrs.evolve(first, offset=same.offset)}
+    return attrs.evolve(entry, chunks=tuple(changed.get(chunk, chunk) for chunk in entry.chunks))

@@ -35,14 +35,15 @@ def _counting(lab: Lab, ranks: int) -> list[int]:
 @check(
     "failures.nonfinite",
     "A loss that is not finite on one rank stops all ranks at that step, before the update, and names the rank.",
-    mistake="the non-finite value was hidden (nan_to_num, an own check that skips), or the optimizer stepped before core's "
+    mistake="the non-finite value was hidden (nan_to_num, an own check that skips; all_sum must keep NaN), or the optimizer stepped before core's "
     "check: updates belong in optimizer_step(prepared, apply) alone",
 )
 def nonfinite(lab: Lab, ranks: int) -> None:
-    """On the first and on the last rank that counts loss."""
+    """On the first rank that counts loss, with gradients that are not finite either; on the last, with those that are."""
     counting = _counting(lab, ranks)
-    for rank in sorted({counting[0], counting[-1]}):
-        run = lab.run(episode(ranks, states=(BAD - 1,), probes=(NanInLoss(rank, BAD), StateAtEnd(BAD))))
+    for rank, gradients in ((counting[0], True), (counting[-1], False)):
+        probes = (NanInLoss(rank, BAD, gradients), StateAtEnd(BAD))
+        run = lab.run(episode(ranks, states=(BAD - 1,), probes=probes))
         _stopped_by_agreement(run, rank)
         equal_bitwise(run.whole(BAD), run.whole(BAD - 1), f"the state after a NaN on rank {rank} stopped step {BAD}")
 

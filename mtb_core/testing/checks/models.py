@@ -69,14 +69,18 @@ def evaluation(lab: Lab, ranks: int) -> None:
     needs=("exact",),
 )
 def extra(lab: Lab, ranks: int) -> None:
-    """State after four steps, losses and metrics; or a refusal that names the loss."""
-    run = lab.run(training(ranks, model="kit-extra", data="kit-ragged"))
+    """State after four steps, losses and metrics; or a refusal that names the loss.
+
+    With a model of the kit's, unless `StrategyConformance.settings` name one.
+    """
+    asked = {"data": "kit-ragged", **({} if "model" in lab.settings else {"model": "kit-extra"})}
+    run = lab.run(training(ranks, **asked))
     if run.exit_reason != "done":
         told = run.why()
         if "loss" not in told or "Traceback" in told:
             raise Mismatch("training, or a message that names the model's loss", told)
         return
-    reference = lab.done(training(1, subject=False, model="kit-extra", data="kit-ragged"))
+    reference = lab.done(training(1, subject=False, **asked))
     same_losses(run, reference, TOLERANCE)
     for rank, trace in run.traces.items():
         for record, right in zip(trace.records, reference.first.records, strict=True):

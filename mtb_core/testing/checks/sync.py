@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -154,8 +155,8 @@ def volume(lab: Lab, ranks: int) -> dict[str, Any]:
         run = in_mode(lab, ranks, mode)
         _judged_by_reductions(lab, ranks, run)
         for rank, trace in run.traces.items():
-            trained, copied = _trained(run, trace)
-            least = _ROUNDING_OFF * copied / trained if lab.promises("exact", ranks) else 0.0
+            trained, shared = _trained(run, trace)
+            least = _ROUNDING_OFF * shared / trained if lab.promises("exact", ranks) else 0.0
             times = _reduced(run, trace, 2) / (len(synchronised(run, trace, 2)) or 1) / trained
             figures[f"times_summed_{mode}"] = times
             if not least <= times < 2.0:
@@ -176,7 +177,10 @@ def _reduced(run: Run, trace: RankTrace, step: int) -> int:
 
 
 def _trained(run: Run, trace: RankTrace) -> tuple[int, int]:
-    """Elements of the model on this rank and on those that differ from it in their data only; those on several of them."""
+    """Elements of the model on this rank and those that differ from it in their data only; those that must be summed.
+
+    The latter are the elements of this rank that others of these ranks hold as well.
+    """
     assert trace.plan is not None
     layout = trace.plan.layout
 
@@ -187,16 +191,20 @@ def _trained(run: Run, trace: RankTrace) -> tuple[int, int]:
             if layout.role(axis) not in ("data", "tokens")
         }
 
-    held: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     for rank, other in run.traces.items():
         if place(rank) == place(trace.rank):
-            for key, parts in other.states[0].items():
-                for tensor, shape, offset in parts if key.startswith("model/") else ():
-                    where = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
-                    held.setdefault(key, torch.zeros(shape, dtype=torch.int64))[where] += 1
-    return sum(int((count > 0).sum()) for count in held.values()), sum(
-        int((count > 1).sum()) for count in held.values()
-    )
+            for key, shape, where in _held(other):
+                copies.setdefault(key, torch.zeros(shape, dtype=torch.int64))[where] += 1
+    shared = sum(int((copies[key][where] > 1).sum()) for key, _, where in _held(trace))
+    return sum(int((count > 0).sum()) for count in copies.values()), shared
+
+
+def _held(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...]]]:
+    """Key, shape of the whole, and place of each part of the model on a rank."""
+    for key, parts in trace.states[0].items():
+        for tensor, shape, offset in parts if key.startswith("model/") else ():
+            yield key, shape, tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
 
 
 @check(
