@@ -35,9 +35,11 @@ PLUGINS = (
     "mtb_fsdp",
     "mtb_deepspeed",
     "mtb_tp",
+    "mtb_pp",
     "mtb_ep",
     "mtb_comm",
     "mtb_dcp",
+    "mtb_guards",
     "mtb_profile",
     "mtb_report",
     "mtb_sinks",
@@ -157,11 +159,11 @@ def _code(value: Any) -> str:
 
 
 def cli_page() -> str:
-    """All commands with their options, and the options of the strategies and sinks, of this repository's packages."""
+    """All commands with their options, and the options of strategies, sinks and run plugins, of this repository's packages."""
     parts = ["# Command line", _ABOUT_SETTINGS]
     for info in _provided("mtb_commands"):
         parts += _command(f"mtb {info.name}", mtb_core.load_reference(info.impl), info.help)
-    for title, hook in (("Strategies", "mtb_strategies"), ("Sinks", "mtb_sinks")):
+    for title, hook in (("Strategies", "mtb_strategies"), ("Sinks", "mtb_sinks"), ("Run plugins", "mtb_run_plugins")):
         parts.append(f"## {title}")
         for info in _provided(hook):
             legacy = " Legacy." if getattr(info, "legacy", False) else ""

@@ -13,6 +13,7 @@ from .api import *  # noqa: F403  (the public contract is re-exported under one 
 
 if TYPE_CHECKING:
     from .api.state import create_missing_state, module_state
+    from .ckpt.publish import keep_checkpoint
     from .cli.options import GroupedCommand, GroupedOption, given_settings, setting_options
     from .cli.train import train_command
     from .config import TrainConfig, load_config
@@ -62,6 +63,7 @@ _LAZY = {
     "gather_objects": ".ranks.agree",
     "gather_uses": ".measure.validity",
     "given_settings": ".cli.options",
+    "keep_checkpoint": ".ckpt.publish",
     "load_config": ".config",
     "module_state": ".api.state",
     "percentile": ".measure.statistics",
@@ -110,6 +112,7 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "gather_objects",
     "gather_uses",
     "given_settings",
+    "keep_checkpoint",
     "load_config",
     "module_state",
     "percentile",

@@ -104,8 +104,9 @@ def wrap_ddp(
     """
     _check_buffers(core)
     left_alone = {id(p) for p in ignored}
+    named = core.named_parameters(remove_duplicate=False)  # a tied one must be named at each of its places
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # noqa: SLF001  (the only way there is)
-        core, [name for name, p in core.named_parameters() if id(p) in left_alone]
+        core, [name for name, p in named if id(p) in left_alone]
     )
     group = _group_of(ranks)
     own_buffers = buffers is None or dist.get_process_group_ranks(buffers) == dist.get_process_group_ranks(group)

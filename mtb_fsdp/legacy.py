@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _reshard
 
 from mtb_core import (
     BufferSync,
@@ -102,6 +103,7 @@ class FSDP1Strategy(Strategy):
             if name:
                 check.watch(name, root)
             _replace(module, unit, root)
+        root.register_forward_hook(_reshard_if_no_backward_follows)
         core: Any = after.skeleton()
         core.forward = module.forward  # for its signature
         for name, parameter in core.named_parameters():
@@ -202,6 +204,15 @@ def _handles(root: nn.Module) -> Iterator[Any]:
     for part in root.modules():
         if isinstance(part, FullyShardedDataParallel) and part._handle is not None:  # noqa: SLF001
             yield part._handle  # noqa: SLF001
+
+
+def _reshard_if_no_backward_follows(root: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001  (a hook)
+    """Backward is what reshards the root; after evaluation its parameters would stay gathered, and be used so."""
+    if torch.is_grad_enabled():
+        return
+    for handle in _handles(root):
+        if handle.uses_sharded_strategy and not handle.needs_unshard():
+            _reshard(root, handle, True)
 
 
 def _starts(root: nn.Module) -> dict[int, int]:

@@ -50,8 +50,12 @@ def pages_with(word: str) -> list[object]:
 
 
 #: Pages on a subject of their own, whose commands take tens of seconds: they are slow tests.
-LONG = {f"docs/{name}.md" for name in ("communication", "expert-parallel", "moe", "profile", "tensor-parallel")} | {
-    "plugins/mtb_tp/README.md"
+LONG = {
+    f"docs/{name}.md"
+    for name in ("communication", "expert-parallel", "moe", "pipeline-parallel", "profile", "tensor-parallel")
+} | {
+    "plugins/mtb_pp/README.md",
+    "plugins/mtb_tp/README.md",
 }
 
 

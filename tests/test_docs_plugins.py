@@ -77,6 +77,11 @@ def test_the_plugin_of_the_page(site: Path) -> None:
     assert both["world_size"] == 2
     assert both["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert (site / "both" / "slowest.txt").read_text().startswith("step ")
+    enough = ["--plugin-opt", "enough.below=100", "--run-dir", "enough"]
+    ended = json.loads(mtb(site, "train", *common, *enough))
+    assert (ended["exit_reason"], ended["global_step"]) == ("done", 2)
+    assert ended["stop_reason"].endswith("is below 100")
+    assert ended["plugin_results"]["enough"]["lowest"] < 100
     steps, micro_batches = 4, 2
     for rank in range(2):
         assert (site / "both" / f"backward_{rank}.txt").read_text() == str(steps * micro_batches)

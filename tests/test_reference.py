@@ -134,4 +134,4 @@ def test_every_run_hook_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert called.count("mtb_prepare") == called.count("mtb_close") == called.count("mtb_run_finished") == 1
     assert called.count("mtb_backward") == called.count("mtb_step_recorded") == 2
     mtb_core.run(attrs.evolve(config, until_step=3, resume="latest"), quiet=True).check()
-    assert set(called) == {*names(StrategySpecs), *names(ObserverSpecs)}
+    assert set(called) == {*names(StrategySpecs), *names(ObserverSpecs)} - {"mtb_all_sum"}  # there is one rank

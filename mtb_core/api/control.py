@@ -54,7 +54,10 @@ class Control:
         self._requests = Requests()
 
     def finish(self, reason: str) -> None:
-        """End the training as complete: exit reason ``done``, exit code 0; `reason` is the result's ``stop_reason``."""
+        """End the training as complete: a checkpoint (with ``--checkpoint-dir``), exit reason ``done``, code 0.
+
+        `reason` is the result's ``stop_reason``.
+        """
         with self._lock:
             self._requests.finish = self._requests.finish or reason
 

@@ -91,6 +91,8 @@ class RunPluginInfo:
         options: its options class.
         always: it takes part in every run. Otherwise it takes part where one of its options is given. None: always if
             it has no options.
+        check: ``check(options, config)``, called before any rank starts where it takes part: torch-free and pure; raises
+            `ConfigError` for what cannot be. None: nothing to check.
     """
 
     name: str
@@ -98,6 +100,7 @@ class RunPluginInfo:
     impl: str = attrs.field(validator=_reference)
     options: type = NoOptions
     always: bool | None = None
+    check: Callable[[Any, TrainConfig], None] | None = None
 
 
 @attrs.frozen

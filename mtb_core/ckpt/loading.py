@@ -80,23 +80,29 @@ def load_checkpoint(
     if any(digest != everyone[0][0] for digest, _ in everyone):
         raise RunFailed(f"{what}: the ranks see different files there; all ranks need one shared folder.")
     wanted = {key for _, keys in everyone for key in keys}
-    left_out = group.agreed(what, lambda: check_keys(opened, state, wanted))
+    apart = group.agreed(what, lambda: check_keys(opened, state, wanted))
     group.agreed(what, lambda: _check_share(opened, ctx, random_too=not allow_missing_rng), advice=advice)
     rng, origin, reason = _random_state(opened, ctx, group, allow_missing=allow_missing_rng)
     group.agreed(what, lambda: _fill(opened, state), advice=advice)
-    if left_out and ctx.rank == 0:
-        log.warning("Not a deterministic continuation: %s.", left_out)
-    reason = "; ".join(filter(None, [reason, left_out])) or None
+    owners = ", ".join(sorted(owner for owner in apart if not owner.startswith(f"{PLUGINS}/")))
+    if owners:
+        left_out = f"only one side has state of {owners}"
+        reason = "; ".join(filter(None, [reason, left_out]))
+        if ctx.rank == 0:
+            log.warning("Not a deterministic continuation: %s.", left_out)
+    for owner in sorted(apart & {owner_of(key) for key in opened.entries}) if ctx.rank == 0 else ():
+        log.warning("%s has tensors of %s, which is not part of this run; they are left alone.", path, owner)
     values, stated = opened.values, (bool(opened.values["deterministic"]), opened.values["determinism_reason"])
     deterministic, why = (False, reason) if reason else stated
     return Loaded(path, opened.version, values, opened.sections, rng, origin, deterministic, why)
 
 
-def check_keys(opened: Opened, state: State, wanted: set[str]) -> str | None:
+def check_keys(opened: Opened, state: State, wanted: set[str]) -> set[str]:
     """Refuse a checkpoint whose tensors are not exactly those that the training has.
 
-    A strategy and a plugin may have tensors of their own (``strategy/NAME/…``, ``plugins/NAME/…``). If one of the two
-    sides has none at all of the same owner, they are left out, or stay as they are in this training.
+    A strategy and a run plugin may have tensors of their own (``strategy/NAME/…``, ``plugins/NAME/…``). If one of the two
+    sides has nothing at all of the same owner, they are left alone: a run plugin that is new in this training begins
+    with its tensors as they are, and those of one that is not part of it any more are not loaded.
 
     Args:
         opened: the checkpoint.
@@ -104,14 +110,17 @@ def check_keys(opened: Opened, state: State, wanted: set[str]) -> str | None:
         wanted: the keys of all ranks.
 
     Returns:
-        Whose tensors were left out or stay as they are, as a sentence; None if there are none.
+        The owners of tensors that only one side has.
 
     Raises:
         RunFailed: lists what is missing, unexpected, of another shape or of another dtype.
     """
     problems = []
     stored = opened.entries.keys()
-    apart = ({owner_of(key) for key in stored} ^ {owner_of(key) for key in wanted}) - {None}
+    there, here = ({owner for key in keys if (owner := owner_of(key))} for keys in (stored, wanted))
+    # A run plugin whose JSON values were saved was part of the run, so its tensors must be there as well.
+    took_part = {f"{PLUGINS}/{name}" for name in opened.sections.get("plugins") or {}}
+    apart = {owner for owner in there ^ here if owner in there or owner not in took_part}
     missing, unexpected = (
         sorted(key for key in keys if owner_of(key) not in apart) for keys in (wanted - stored, stored - wanted)
     )
@@ -138,20 +147,14 @@ def check_keys(opened: Opened, state: State, wanted: set[str]) -> str | None:
             f"its tensors do not fit this training: {'; '.join(problems)}. The model, the optimizer and the precision "
             "must be those that it was saved with"
         )
-    return f"only one side has state of {', '.join(sorted(filter(None, apart)))}" if apart else None
+    return apart
 
 
 def owner_of(key: str) -> str | None:
     """``strategy/NAME`` or ``plugins/NAME``, whose tensor `key` is; None: the model's, the optimizer's or a loop's."""
     kind, _, rest = key.partition("/")
     name, _, own = rest.partition("/")
-    return f"{kind}/{name}" if kind in {"strategy", "plugins"} and own else None
-
-
-def _plugin_of(key: str) -> str | None:
-    """The run plugin whose tensor it is; None: the strategy's."""
-    first, _, rest = key.partition("/")
-    return rest.partition("/")[0] if first == PLUGINS else None
+    return f"{kind}/{name}" if kind in {"strategy", PLUGINS} and own else None
 
 
 def _names(names: Sequence[str]) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from . import files
 from .catalog import is_ready, list_steps, read_latest, sequence_of
-from .layout import LATEST, MANIFEST, READY, TEMPORARY, is_temporary, step_name
-from .manifest import Manifest, ready_text
+from .layout import LATEST, MANIFEST, READY, TEMPORARY, DamagedCheckpoint, is_temporary, step_name
+from .manifest import FileEntry, Manifest, read_manifest, ready_text
 
 log = logging.getLogger("mtb.checkpoint")
 
@@ -198,6 +198,46 @@ def put_aside_after(folder: Path, step: int) -> list[Path]:
     return aside
 
 
+def keep_checkpoint(checkpoint: Path, folder: Path) -> Path:
+    """Keep a complete checkpoint in `folder` too, as the only one there, whatever becomes of the original.
+
+    Its files there are hard links, or copies where the file system has no links. It appears whole or not at all, and
+    what was kept before goes only after that. Called by one process at a time.
+
+    Args:
+        folder: made if it is missing; ``latest`` in it names what it holds.
+
+    Returns:
+        Its path in `folder`.
+
+    Raises:
+        DamagedCheckpoint: it is not complete, or what was copied is not what was published.
+        OSError: nothing has changed in `folder`.
+    """
+    manifest = read_manifest(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    clean_leftovers(folder)
+    final, workspace = folder / step_name(manifest.step), Workspace.create(folder, manifest.step)
+    replaced = os.path.lexists(final)
+    try:
+        for name in (*manifest.files, MANIFEST, READY):
+            _link_or_copy(checkpoint, name, workspace.path, manifest.files.get(name))
+        for place in sorted({p.parent for p in workspace.path.rglob("*")}, reverse=True):
+            files.sync_folder(place)
+        _into_place(workspace.path, final, replaced=replaced)
+        files.sync_folder(folder)
+        write_latest(folder, final.name)
+        files.sync_folder(folder)
+    finally:
+        if workspace.path.exists():  # unfinished, or what it has replaced
+            workspace.discard()
+        workspace.leave()
+    for found in list_steps(folder):
+        if found.path != final:
+            _remove(found.path)
+    return final
+
+
 def clean_leftovers(folder: Path) -> list[Path]:
     """Remove what dead saves left in `folder`; that of a living one is locked and stays. Returns what was removed."""
     leftovers = sorted(p for p in folder.iterdir() if is_temporary(p.name) and not p.is_symlink())
@@ -228,6 +268,25 @@ def _into_place(temporary: Path, final: Path, *, replaced: bool) -> None:
         raise OSError(
             errno.EEXIST, "it exists, and this file system cannot exchange folders, so it is left as it is", str(final)
         ) from error
+
+
+#: Errors of a hard link that a copy does not have.
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+def _link_or_copy(source: Path, name: str, target: Path, entry: FileEntry | None) -> None:
+    parts = files.safe_parts(name)
+    for depth in range(1, len(parts)):
+        files.make_folder(target.joinpath(*parts[:depth]))
+    try:
+        os.link(source.joinpath(*parts), target.joinpath(*parts), follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        place = source.joinpath(*parts)
+        copied = FileEntry(*files.copy_durably(place, place.stat().st_size, target.joinpath(*parts)))
+        if entry is not None and copied != entry:
+            raise DamagedCheckpoint(source, name, "its content is not what was published") from error
 
 
 def _put_aside(path: Path) -> None:

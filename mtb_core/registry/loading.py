@@ -208,6 +208,9 @@ def _check_info(info: Any, kind: Kind) -> None:
     if not callable(getattr(info, "plan", len)):
         msg = f"{what} has the plan {_short(info.plan)}; it must be a function plan(options, config, world)"
         raise Refused(msg)
+    if not callable(getattr(info, "check", None) or len):
+        msg = f"{what} has the check {_short(info.check)}; it must be a function check(options, config)"
+        raise Refused(msg)
     options = getattr(info, "options", NoOptions)
     fields = attrs.fields(options) if inspect.isclass(options) and attrs.has(options) else None
     if fields is None or any("help" not in field.metadata for field in fields):

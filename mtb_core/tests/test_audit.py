@@ -177,15 +177,17 @@ class Leak:
         (info.folder / "more.json").write_text('{"home": "/home/alice"}')
 
 
-def test_a_run_that_recorded_too_much_fails(tmp_path: Path) -> None:
-    """The run ends as failed, says which file and why, and result.json is that of a failed run."""
+def test_a_run_that_recorded_too_much_is_not_publishable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The training is done and stays so; the result, a warning and result.json say which file must not be handed on."""
     config = TrainConfig(device="cpu", sink=("jsonl",), run_dir=str(tmp_path / "run"), **SIZE)
     result = run(config, quiet=True, plugins={"leak": Leak})
-    assert result.exit_code == 3
-    assert "more.json (a home folder)" in result.failure["text"]
+    assert (result.exit_code, result.exit_reason, result.execution_complete) == (0, "done", True)
+    (reason,) = result.unpublishable_reasons
+    assert "more.json tells who ran it or where (a home folder)" in reason
     written = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (written["exit_reason"], written["execution_complete"]) == ("failed", False)
+    assert (written["publishable"], written["unpublishable_reasons"]) == (False, [reason])
     assert "alice" not in json.dumps(written)
+    assert "must not be handed on" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_home_folder_of_ones_own_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

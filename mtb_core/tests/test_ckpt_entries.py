@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,8 @@ def test_tiling():
         check_tiling("t", (4, 4), [((0, 0), (4, 3)), ((0, 2), (4, 2))])
     with pytest.raises(ValueError, match="overlapping"):
         check_tiling("t", (), [((), ()), ((), ())])
+    with pytest.raises(ValueError, match="overlapping"):
+        check_tiling("t", (12, 2), [((0, 0), (10, 1)), ((1, 1), (1, 1)), ((2, 0), (1, 1))])
     with pytest.raises(ValueError, match="not covered"):
         check_tiling("t", (4, 4), [((0, 0), (4, 3))])
     with pytest.raises(ValueError, match="outside"):
@@ -50,6 +53,26 @@ def test_any_tiling(data):
     else:
         boxes[which] = tuple(o + (i == d) for i, o in enumerate(offset)), sizes
     with pytest.raises(ValueError, match=r"\'t\'"):
+        check_tiling("t", shape, boxes)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_any_boxes(data):
+    """Whatever boxes are given: they pass where every element is in exactly one of them, and nowhere else."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    boxes, seen = [], np.zeros(shape, int)
+    for _ in range(data.draw(st.integers(1, 6))):
+        offset = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+        sizes = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+        boxes.append((offset, sizes))
+        seen[tuple(slice(o, o + s) for o, s in zip(offset, sizes, strict=True))] += 1
+    holes = zip(*np.nonzero(seen == 0), strict=True)
+    boxes += [(tuple(map(int, place)), (1,) * len(shape)) for place in holes]
+    if (seen <= 1).all():
+        check_tiling("t", shape, boxes)
+        return
+    with pytest.raises(ValueError, match="overlapping"):
         check_tiling("t", shape, boxes)
 
 

@@ -52,18 +52,37 @@ def test_shapes_and_dtypes(tmp_path):
     [
         ("strategy/ep/m", "strategy/ep/m", None),
         ("strategy/ep/m", None, "only one side has state of strategy/ep"),
-        (None, "plugins/ema/w", "only one side has state of plugins/ema"),
         ("strategy/ep/m", "strategy/cp/m", "only one side has state of strategy/cp, strategy/ep"),
     ],
 )
 def test_state_of_owners(tmp_path, caplog, stored, wanted, outcome):
-    """State of a strategy or plugin that one side has not at all is left out, said aloud, and not deterministic."""
+    """State of a strategy that one side has not at all is left out, said aloud, and not deterministic."""
     manager, path = save(tmp_path, whole(a=torch.ones(2), **({stored: torch.ones(3)} if stored else {})))
     own = torch.full((3,), 7.0)
     loaded = manager.load(path, whole(a=torch.zeros(2), **({wanted: own} if wanted else {})))
     assert (loaded.deterministic, loaded.determinism_reason) == (outcome is None, outcome)
     assert own.tolist() == ([1.0] * 3 if stored == wanted else [7.0] * 3)
     assert (outcome or "") in caplog.text
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("plugins/off/w", None), (None, "plugins/on/w")])
+def test_run_plugins_come_and_go(tmp_path, caplog, stored, wanted):
+    """Tensors of a plugin that is new stay as they are, those of one that is gone are left alone; training goes on exactly."""
+    manager, path = save(tmp_path, whole(a=torch.ones(2), **({stored: torch.ones(3)} if stored else {})))
+    own = torch.full((3,), 7.0)
+    loaded = manager.load(path, whole(a=torch.zeros(2), **({wanted: own} if wanted else {})))
+    assert loaded.deterministic
+    assert own.tolist() == [7.0] * 3
+    assert ("has tensors of plugins/off, which is not part of this run" in caplog.text) is (stored is not None)
+
+
+def test_a_run_plugin_without_its_tensors(tmp_path):
+    """A checkpoint that has a plugin's JSON values and not its tensors is not one from before the plugin was on."""
+    manager = CheckpointManager(tmp_path, asynchronous=False)
+    manager.preflight()
+    manager.save(1, whole(a=torch.ones(2)), sections={"plugins": {"p": {}}})
+    with pytest.raises(RunFailed, match=r"missing in it: plugins/p/a"):
+        manager.load(tmp_path / "step_00000001", whole(a=torch.zeros(2), **{"plugins/p/a": torch.zeros(3)}))
 
 
 @pytest.mark.parametrize(

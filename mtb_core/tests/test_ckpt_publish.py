@@ -11,6 +11,7 @@ import pytest
 from mtb_core.api.errors import RunFailed
 from mtb_core.ckpt import files, publish
 from mtb_core.ckpt.catalog import is_ready, list_steps, newest, read_latest
+from mtb_core.ckpt.layout import DamagedCheckpoint
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.manifest import read_manifest
 from mtb_core.ckpt.verify import verify_checkpoint
@@ -101,6 +102,72 @@ def test_a_crash_while_putting_aside(tmp_path, monkeypatch, calls):
     assert len([p for p in tmp_path.iterdir() if is_ready(p)]) == 3
     publish.put_aside_after(tmp_path, 1)
     assert newest(tmp_path) == tmp_path / "step_00000001"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_keep_checkpoint(tmp_path, monkeypatch, links):
+    """A copy outlives its original, is whole, and is the only one in its folder; with links it takes no space."""
+    saved(tmp_path, (1, 2, 3), keep_last=0)
+    if not links:
+
+        def refuse(source, *_, **__):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+
+        monkeypatch.setattr(os, "link", refuse)
+    best = tmp_path / "best"
+    for step in (3, 1):  # a later one need not be a higher step
+        kept = publish.keep_checkpoint(tmp_path / f"step_{step:08d}", best)
+        assert kept == newest(best) == best / f"step_{step:08d}"
+        assert names(best) == ["latest", kept.name]
+        assert (kept / "manifest.json").stat().st_nlink == 1 + links
+    publish.prune(tmp_path, keep_last=1, keep_every=0)
+    assert ready(tmp_path) == [3]
+    assert verify_checkpoint(kept).ok
+    assert (kept / "manifest.json").stat().st_nlink == 1
+
+
+def test_keep_checkpoint_again(tmp_path):
+    """A step that is published once more replaces the one that was kept of it."""
+    saved(tmp_path, (1,), keep_last=0)
+    first = publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    before = (first / "READY").read_bytes()
+    saved(tmp_path, (1,), keep_last=0)
+    again = publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    assert again == first
+    assert (again / "READY").read_bytes() == (tmp_path / "step_00000001" / "READY").read_bytes() != before
+    assert names(tmp_path / "best") == ["latest", "step_00000001"]
+
+
+@pytest.mark.parametrize("calls", range(3))
+def test_a_crash_while_keeping(tmp_path, monkeypatch, calls):
+    """What was kept before is there until the new one is; leftovers go with the next time."""
+    saved(tmp_path, (1, 2), keep_last=0)
+    publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    count, sync = [], files.sync_folder
+
+    def crash(path):
+        count.append(path)
+        if len(count) > calls:
+            raise OSError(errno.EIO, "crash", str(path))
+        sync(path)
+
+    monkeypatch.setattr(files, "sync_folder", crash)
+    with pytest.raises(OSError, match="crash"):
+        publish.keep_checkpoint(tmp_path / "step_00000002", tmp_path / "best")
+    monkeypatch.undo()
+    assert is_ready(tmp_path / "best" / "step_00000001")
+    kept = publish.keep_checkpoint(tmp_path / "step_00000002", tmp_path / "best")
+    assert verify_checkpoint(kept).ok
+    assert names(tmp_path / "best") == ["latest", "step_00000002"]
+
+
+def test_only_complete_checkpoints_are_kept(tmp_path):
+    """What is no complete checkpoint is refused, and nothing is left of the attempt."""
+    saved(tmp_path, (1,), keep_last=0)
+    (tmp_path / "step_00000001" / "READY").unlink()
+    with pytest.raises(DamagedCheckpoint, match="READY"):
+        publish.keep_checkpoint(tmp_path / "step_00000001", tmp_path / "best")
+    assert not (tmp_path / "best").exists()
 
 
 def test_leftovers_of_the_dead(tmp_path):

@@ -66,6 +66,8 @@ def test_list_json(install, capsys):
         "models": [],
         "datasets": [],
         "checkpoint_formats": [],
+        "optimizers": [],
+        "schedules": [],
         "doctor_checks": [],
     }
     assert set(rows["core"]) == set(rows["shine"])

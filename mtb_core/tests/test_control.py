@@ -22,25 +22,36 @@ def test_the_first_request_of_a_kind_counts():
     assert control.take() == Requests()
 
 
+class SlowRequests:
+    """Requests in which a thread stays between looking and asking until `go`."""
+
+    def __init__(self):
+        self.looked, self.go, self.asked = threading.Event(), threading.Event(), None
+
+    @property
+    def skip(self):
+        self.looked.set()
+        self.go.wait(10)
+
+    @skip.setter
+    def skip(self, reason):
+        self.asked = reason
+
+
 def test_no_request_of_a_thread_is_lost():
-    """Requests that are made while others are taken are in one of the takings."""
-    control, taken, count = Control(), [], 200
-    went = threading.Event()
-
-    def ask():
-        for number in range(count):
-            control.skip(str(number))
-            while control._requests.skip is not None:  # until it was taken
-                pass
-        went.set()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while not went.is_set():
-        if (request := control.take()).skip is not None:
-            taken.append(request.skip)
-    thread.join()
-    assert taken == [str(number) for number in range(count)]
+    """What is taken while a thread is asking is taken after it has asked."""
+    control, slow, taken = Control(), SlowRequests(), []
+    control._requests = slow
+    asking = threading.Thread(target=control.skip, args=("now",))
+    taking = threading.Thread(target=lambda: taken.append(control.take().asked))
+    asking.start()
+    slow.looked.wait(10)
+    taking.start()
+    taking.join(0.2)
+    slow.go.set()
+    asking.join()
+    taking.join()
+    assert taken == ["now"]
 
 
 def test_renewing_is_no_request():

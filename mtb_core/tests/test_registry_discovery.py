@@ -88,6 +88,10 @@ BROKEN = {
         "@hookimpl\ndef mtb_strategies(): return [StrategyInfo('a', 'b', 'c:d', 'plan')]",
         "has the plan 'plan'; it must be a function",
     ),
+    "bad check": (
+        "@hookimpl\ndef mtb_run_plugins(): return [RunPluginInfo('a', 'b', 'c:d', check='check')]",
+        "has the check 'check'; it must be a function",
+    ),
 }
 
 

@@ -317,7 +317,7 @@ def test_observers_are_called_in_order():
         getattr(hooks, hook)(*values)
     assert log == [(name, hook, *values) for hook, values in TOLD.items() for name in ("p1", "p2", "s1", "s2")]
     assert all(hooks.describe()[f"mtb_{hook}"][0] == "run plugin 'p1'" for hook in TOLD)
-    asked = {"mtb_plugin_state", "mtb_plugin_state_loaded", "mtb_step_metrics", "mtb_result"}
+    asked = {"mtb_plugin_state", "mtb_plugin_state_loaded", "mtb_step_metrics", "mtb_before_update", "mtb_result"}
     assert {f"mtb_{hook}" for hook in TOLD} | asked == set(OBSERVER_HOOKS)
 
 

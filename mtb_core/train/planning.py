@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ def plan_run(config: TrainConfig, registry: Registry, world: World) -> Planned:
         _check_checkpoint_folder(Path(config.checkpoint_dir))
     start_step = 0 if opened is None else opened.step
     resolved = resolve(config, strategy, world, vocab_size=dataset.vocab_size, start_step=start_step)
+    for _, info, options in run_plugins:
+        if info.check is not None:
+            info.check(options, resolved.config)
     vocabulary = resolved.config.vocab_size
     if eval_dataset is not None and vocabulary is not None and eval_dataset.vocab_size > vocabulary:
         raise ConfigError(
@@ -103,9 +107,11 @@ def _run_plugins(config: TrainConfig, registry: Registry) -> tuple[tuple[str, Ru
     given: dict[str, dict[str, Any]] = {}
     for key, value in config.plugin_opt.items():
         name, dot, option = key.partition(".")
-        if not dot:
+        if not dot and not isinstance(value, Mapping):
             raise ConfigError(f"--plugin-opt {key} must be PLUGIN.KEY=VALUE; `mtb plugins list` shows the run plugins.")
-        given.setdefault(registry.run_plugin(name).name, {})[option] = value
+        # A file may have a table for each plugin.
+        own = given.setdefault(registry.run_plugin(name).name, {})
+        own.update({option: value} if dot else value)
     chosen = []
     for name, info in registry.run_plugins.items():
         always = info.options is NoOptions if info.always is None else info.always

@@ -135,6 +135,8 @@ class Trainer:
         rate = self._rate.set(progress.global_step)
         self._check.begin(number)
         self._fetching = 0
+        if self._early:  # its tokens are told in the middle of the step
+            self._next_batch()
         local = self._forward_backward(batch, valid, self._micros, self._announced if self._early else _ignored)
         shards = self.hooks.gradients(self.prepared)
         self._check(number)
@@ -245,7 +247,7 @@ class Trainer:
 
     def _announced(self, total: Loss) -> None:
         """Let the ranks agree while the rest of backward runs."""
-        self._agreement.begin(total, self._next_batch().valid_tokens, partial=False, applied=self._applied)
+        self._agreement.begin(total, self._batch.valid_tokens, partial=False, applied=self._applied)
 
     def _agree(self, local: Loss, shards: Sequence[Shards], norm_squared: torch.Tensor) -> tuple[Agreed, float]:
         """The agreement, and the squared norm of the whole model's gradients."""
@@ -253,9 +255,11 @@ class Trainer:
         whole = all(part.copies == ranks for part in shards if part.tensors)
         if self._agreement.begun:
             return self._agreement.end(), float(norm_squared) * ranks
+        if not self._early:
+            self._next_batch()
         self._agreement.begin(
             local,
-            self._next_batch().valid_tokens,
+            self._batch.valid_tokens,
             norm_squared=norm_squared,
             partial=not whole,
             applied=self._applied,
@@ -277,13 +281,12 @@ class Trainer:
     def _renew(self) -> None:
         self.hooks.state_loaded(self.prepared, self.hooks.state(self.prepared))
 
-    def _next_batch(self) -> StepBatch:
+    def _next_batch(self) -> None:
         """Fetch the batch of the next step; the time it takes is the step's time for data."""
         start = time.perf_counter_ns()
         with named_range("mtb:data"):  # the only part of a step that no run hook can see
             self._batch = self._loader.next()
         self._fetching += time.perf_counter_ns() - start
-        return self._batch
 
     def _nonfinite(self, step: int, local_loss: torch.Tensor, batch: StepBatch, valid: float) -> None:
         """All ranks are here. Raise on all of them, naming rank and step, or return where updates are skipped."""

@@ -272,7 +272,7 @@ class _Training:
             if config.eval_every and step % config.eval_every == 0:
                 self._evaluate()
         with inputs.stop.holding():
-            if outcome.exit_reason != "done" or config.save_every:
+            if outcome.exit_reason != "done" or outcome.stop_reason is not None or config.save_every:
                 self._save()
             checkpoints.finish()
         if inputs.eval_dataset is not None and outcome.exit_reason == "done":

@@ -108,7 +108,7 @@ def _part_on_rank(hook: str, ctx: RankContext, _worker: Any) -> float:
 @pytest.mark.parametrize(("hook", "tolerance"), [("none", 0.0), ("bf16", 1e-2), ("powersgd", 1e-5)])
 def test_parts_of_a_model_over_one_axis(hook: str, tolerance: float) -> None:
     """Each stage sums its own gradients over its own replicas, and shares buffers with them only."""
-    layout = Layout((("stage", 2), ("dp", 2)), data=("dp",))
+    layout = Layout((("stage", 2), ("dp", 2)), {"dp": "data"})
     outcome = run_ranks(_part_on_rank, hook, nproc=4, layout=layout, device="cpu")
     assert outcome.exit_reason == "done", outcome.failure
     assert outcome.value <= tolerance

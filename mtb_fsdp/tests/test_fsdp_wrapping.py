@@ -68,7 +68,7 @@ def _part_on_rank(dtype: str, ctx: RankContext, _worker: Any) -> float:
     """The largest error, relative, of the sums of two micro-batches."""
     assert ctx.mesh is not None
     stage = ctx.mesh["stage"].get_local_rank()
-    copies = 2 if "copies" in ctx.layout.data else 1
+    copies = 2 if ctx.layout.role("copies") == "data" and "copies" in dict(ctx.layout.axes) else 1
     mesh = ctx.mesh["copies", "dp"] if copies == 2 else ctx.mesh["dp"]
     module = Part(stage, ctx.rank)
     blocks = [f"blocks.{name}" for name in module.blocks]
@@ -101,7 +101,7 @@ def _part_on_rank(dtype: str, ctx: RankContext, _worker: Any) -> float:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 2e-2)])
 def test_parts_of_a_model_over_one_axis(dtype: str, tolerance: float) -> None:
     """Each stage is sharded over its own axis and communicates with nobody else; scalars are summed over it too."""
-    layout = Layout((("stage", 2), ("dp", 2)), data=("dp",))
+    layout = Layout((("stage", 2), ("dp", 2)), {"dp": "data"})
     outcome = run_ranks(_part_on_rank, dtype, nproc=4, layout=layout, device="cpu")
     assert outcome.exit_reason == "done", outcome.failure
     assert outcome.value <= tolerance
@@ -109,7 +109,7 @@ def test_parts_of_a_model_over_one_axis(dtype: str, tolerance: float) -> None:
 
 def test_copies_of_a_part() -> None:
     """Two axes of a larger mesh: copies of shards, within each stage."""
-    layout = Layout((("stage", 2), ("copies", 2), ("dp", 2)), data=("copies", "dp"))
+    layout = Layout((("stage", 2), ("copies", 2), ("dp", 2)), {"copies": "data", "dp": "data"})
     outcome = run_ranks(_part_on_rank, "fp32", nproc=8, layout=layout, device="cpu")
     assert outcome.exit_reason == "done", outcome.failure
     assert outcome.value <= 1e-6
@@ -158,7 +158,7 @@ def _left_out(skipped: tuple[bool, ...], ctx: RankContext, _worker: Any) -> str:
 
 def test_a_unit_that_all_ranks_of_a_mesh_leave_out() -> None:
     """Only ranks that hold the unit are asked: the other stage, which runs all it has, does not stand in the way."""
-    layout = Layout((("stage", 2), ("dp", 2)), data=("dp",))
+    layout = Layout((("stage", 2), ("dp", 2)), {"dp": "data"})
     outcome = run_ranks(_left_out, (True, True, False, False), nproc=4, layout=layout, device="cpu")
     assert (outcome.exit_reason, outcome.value) == ("done", "went on"), outcome.failure
     outcome = run_ranks(_left_out, (False, False, False, True), nproc=4, layout=layout, device="cpu")

@@ -1,4 +1,4 @@
-"""What changes in a model whose ranks share sequences: attention sees other ranks' keys, the stem knows its positions."""
+"""Changes to a model whose ranks share sequences: attention sees other ranks' keys, the stem gets its positions."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Parts = tuple[range, ...]
 
 
 def number_of_parts(ranks: int, balance: str) -> int:
-    """How many equal parts a sequence is cut into: one for each rank, or two with ``zigzag``."""
+    """Number of equal parts that a sequence is cut into: one for each rank, or two with ``zigzag``."""
     return 2 * ranks if balance == "zigzag" else ranks
 
 

@@ -1,4 +1,4 @@
-"""What this distribution provides: strategy ``cp``. Torch-free."""
+"""Strategy ``cp`` as it is found and planned. Torch-free."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SharedSequence:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the sequence."""
+        """Number of ranks that share the sequence."""
         return len(self.cuts)
 
     @property
@@ -116,7 +116,7 @@ class SharedSequence:
 
 
 def rows_of(parts: Sequence[range]) -> list[slice]:
-    """Where each of a rank's `parts` lies among its own positions."""
+    """The place of each of a rank's `parts` among its own positions."""
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + len(part))

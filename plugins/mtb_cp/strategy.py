@@ -26,7 +26,7 @@ _ATTENTIONS: dict[str, Callable[[SharedSequence], Attend]] = {"gather": Gathered
 
 @attrs.frozen
 class _Engine:
-    """What the strategy keeps.
+    """State of a trial besides model and optimizer.
 
     Attributes:
         data: the model over all ranks: each of them sees other tokens.

@@ -67,11 +67,8 @@ class EPStrategy(Strategy):
         dense = [p for name, p in trainable.items() if name not in slots]
         experts = [p for name, p in trainable.items() if name in slots]
         alone = job.ctx.world_size == 1
-        replicas = (
-            ReplicatedModule(core)
-            if alone
-            else wrap_ddp(core, job.ctx.mesh, ignored=[core.get_parameter(n) for n in slots])
-        )
+        ignored = [core.get_parameter(name) for name in slots]  # frozen ones too, or DDP would give them rank 0's
+        replicas = ReplicatedModule(core) if alone else wrap_ddp(core, job.ctx.mesh, ignored=ignored)
         engine = _Engine(
             replicas=replicas,
             sums=ExpertSums(experts, dp.get_group() if dp.size() > 1 else None, replicas.loss_factor),

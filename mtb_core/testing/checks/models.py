@@ -73,7 +73,7 @@ def extra(lab: Lab, ranks: int) -> None:
 
     With a model of the kit's, unless `StrategyConformance.settings` name one.
     """
-    asked = {"data": "kit-ragged", **({} if "model" in lab.settings else {"model": "kit-extra"})}
+    asked: dict[str, Any] = {"data": "kit-ragged", **({} if "model" in lab.settings else {"model": "kit-extra"})}
     run = lab.run(training(ranks, **asked))
     if run.exit_reason != "done":
         told = run.why()

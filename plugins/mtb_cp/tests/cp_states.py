@@ -32,7 +32,7 @@ TINY: dict[str, Any] = {
 
 @attrs.define
 class Seen:
-    """What one rank saw: records of all steps, and its pieces (tensor, shape, offset) by key at three moments."""
+    """Everything that one rank saw: records of all steps, and its pieces (tensor, shape, offset) by key at three moments."""
 
     rank: int = -1
     records: list[StepRecord] = attrs.field(factory=list)

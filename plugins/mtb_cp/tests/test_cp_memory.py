@@ -1,4 +1,4 @@
-"""What ranks that share sequences save of activations, as autograd has it."""
+"""Activations that ranks save for backward where they share sequences, as autograd has them."""
 
 from __future__ import annotations
 

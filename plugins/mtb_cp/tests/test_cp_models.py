@@ -94,6 +94,20 @@ def test_what_is_given_to_a_model() -> None:
     assert torch.equal(moved(tokens, tokens), before)
 
 
+def test_keys_are_cast_before_they_travel() -> None:
+    """Under autocast attention over the ranks gets bf16, whatever the model computes queries and keys in."""
+    seen = []
+
+    def note(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        seen.extend(t.dtype for t in (q, k, v))
+        return local(q, k, v, dropout)
+
+    attention = ContextAttention("meet", cp_models.Meet(), note)
+    with torch.autocast("cpu", torch.bfloat16):
+        attention(*torch.randn(3, 1, 2, 4, 6), 0.0)
+    assert seen == [torch.bfloat16] * 3
+
+
 @pytest.mark.parametrize(
     ("factory", "text"), [("plain", "names no module for 'attention' and 'stem'"), ("scaled", "something else")]
 )

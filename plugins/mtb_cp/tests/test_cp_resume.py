@@ -9,6 +9,7 @@ import pytest
 import torch
 from cp_states import trained, whole
 
+MODELS = Path(__file__).parent / "cp_models.py"
 FSDP = {"data_parallel": "fsdp"}
 
 
@@ -75,3 +76,16 @@ def test_state_goes_to_other_ranks_exactly(before: dict[str, Any], after: dict[s
         assert torch.equal(found[key], tensor), key
     for rank in seen:
         assert rank.of("loss") == pytest.approx(expected[0].of("loss")[3:], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", ["ddp", "fsdp"])
+def test_saving_does_not_change_buffers(data_parallel: str, tmp_path: Path) -> None:
+    """Ranks save one value of a buffer that follows their tokens; a run that saves takes the steps of one that does not."""
+    settings: dict[str, Any] = {**under(2, data_parallel=data_parallel), "until_step": 5, "grad_accum_steps": 2}
+    settings |= {"model": f"{MODELS}:averaging", "vocab_size": 64, "seq_length": 8}
+    _, plain = trained(tmp_path / "plain", **settings)
+    _, saving = trained(tmp_path / "saving", **settings, save_every=1)
+    assert saving[0].of("loss") == plain[0].of("loss")
+    for seen in (plain, saving):
+        assert whole([s.ended for s in seen])["model/scale"] != 1

@@ -165,6 +165,8 @@ HOSTILE = {
     "pop": b"NN0.",
     "two values": b"NN.",
 }
+#: Refused by the reader itself, whatever names are known.
+ALWAYS = sorted(set(HOSTILE) - {"a memo index and nothing else"})
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -177,6 +179,13 @@ def test_hostile_pickles(kind):
         assert tracemalloc.get_traced_memory()[1] < 100 * len(HOSTILE[kind]) + 300_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ALWAYS)
+def test_hostile_pickles_of_known_names(kind):
+    """The same where every name in them is known."""
+    with pytest.raises(ValueError, match=r"\w"):
+        read_pickle(HOSTILE[kind], NAMES)
 
 
 def test_nested_sizes_are_refused():

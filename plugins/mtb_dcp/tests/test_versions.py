@@ -224,7 +224,8 @@ def test_hostile_random_state(old, kind, tmp_path, monkeypatch):
         torch.save(Runs() if kind == "torch" else [1, 2], file)
         content = file.getvalue()
     (path / "rng_state_rank_00000.pt").write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+    reason = r"\(ValueError\)" if kind == "compressed" else ""
+    with pytest.raises(DamagedCheckpoint, match=f"cannot be read {reason}"):
         read_rng(open_checkpoint(path), 0)
     assert not Path("ran").exists()
 

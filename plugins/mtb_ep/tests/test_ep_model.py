@@ -63,7 +63,7 @@ def test_layer_equals_loops(top_k: int, factor: float | None) -> None:
 
 
 def test_idle_experts_have_zero_gradients() -> None:
-    """An expert that no token goes to has a gradient, of zeros."""
+    """An expert that no token goes to has a gradient, of zeros; so have those of a rank to which none goes at all."""
     layer = MoE(4, MoEOptions(experts=3, top_k=1, d_ff=4))
     for parameter in layer.parameters():
         nn.init.ones_(parameter)
@@ -72,6 +72,11 @@ def test_idle_experts_have_zero_gradients() -> None:
     assert layer.experts.up.grad is not None
     assert layer.experts.up.grad[0].abs().sum() > 0
     assert not layer.experts.up.grad[1:].any()
+    layer.zero_grad()
+    layer.experts(torch.empty(0, 4), torch.zeros(3, dtype=torch.int64)).sum().backward()
+    assert layer.experts.up.grad is not None
+    assert layer.experts.down.grad is not None
+    assert not layer.experts.up.grad.any()
 
 
 def test_loss_adds_up_over_samples() -> None:

@@ -60,7 +60,7 @@ def no_chain(config: TrainConfig) -> ModelSpec:
 
 
 class Odd(Net):
-    """Biases, something frozen, a parameter without dimensions."""
+    """Biases, something frozen, a parameter without dimensions, outputs that do not lie in one piece."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +68,8 @@ class Odd(Net):
         self.blocks[2].scale = nn.Parameter(torch.ones(()))
         self.blocks[2].register_forward_hook(lambda module, _, out: out * (1 + module.scale))
         self.head.bias.requires_grad_(False)
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, __, out: out.transpose(1, 2).contiguous().transpose(1, 2))
 
 
 def odd(config: TrainConfig) -> ModelSpec:

@@ -110,6 +110,14 @@ def test_parts_have_the_names_of_the_model() -> None:
     assert [name for name, _ in parts[0].named_parameters()] == names[0]
 
 
+def test_first_names_are_those_of_the_model() -> None:
+    """Also of a parameter that is tied within a stage whose chain has the model's modules in another order."""
+    model = nn.ModuleDict({"late": nn.Linear(3, 3), "early": nn.Linear(3, 3)})
+    model["late"].weight = model["early"].weight
+    part = Part(model, ("early", "late"), None)
+    assert [name for name, _ in part.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
 def test_stages_of_one_rank_together() -> None:
     """Several parts make one module with the names of all; those of one container come together."""
     model, spec = whole(4, tie_embeddings=True)
@@ -140,10 +148,16 @@ def test_a_parameter_of_two_stages_on_one_rank() -> None:
         cut(net, ModelSpec(spec.build, blocks=names, chain=("words", *names, "head")), pp=2, virtual=2, world=2)
 
 
+def _count(module: Any, args: Any, output: Any) -> None:
+    module.calls += 1
+
+
 def test_shapes_are_found_without_computing() -> None:
     """On tensors without memory; under autocast with the dtypes that it gives; buffers and the random state stay."""
     model, spec = whole(dropout=0.5)
     net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 5), nn.BatchNorm1d(6), nn.Linear(5, 2))
+    net[1].calls = 0
+    net[1].register_forward_hook(_count)
     state = torch.get_rng_state()
     found = cut(model, spec, pp=3, virtual=1, world=3)
     sent = outputs(model, found.parts, (2, 4), torch.device("cpu"), bf16=False)
@@ -152,6 +166,7 @@ def test_shapes_are_found_without_computing() -> None:
     sent = outputs(net, parts, (2, 6), torch.device("cpu"), bf16=True)
     assert [(tuple(x.shape), x.dtype) for x in sent] == [((2, 6, 5), torch.bfloat16)] * 2
     assert int(net[2].num_batches_tracked) == 0
+    assert net[1].calls == 0
     assert torch.equal(torch.get_rng_state(), state)
     assert isinstance(model, GPT)
     assert model.tokens.weight.is_meta

@@ -168,7 +168,7 @@ def test_a_run_that_fails(tmp_path):
         (["--until-step", "9"], "--until-step 9 is set"),
         (["--profile-active", "0"], "--profile-active is 0; it must be at least 1"),
         (["--profile-wait", "-1"], "--profile-wait is -1; it must be at least 0"),
-        (["--strategy", "dpp"], "Did you mean 'ddp'?"),
+        (["--strategy", "ddpp"], "Did you mean 'ddp'?"),
         (["--output", "/proc/nowhere/x.json"], "--output /proc/nowhere/x.json cannot be written"),
     ],
 )

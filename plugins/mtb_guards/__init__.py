@@ -1,0 +1,1 @@
+"""MiniTrainBench plugin: run plugins that guard a training."""
