@@ -14,7 +14,7 @@ import attrs
 import pytest
 import torch
 from broken import plans
-from broken.catalogue import GATHERING, LOCAL_STEPS, POSITIONS, REPLICATED, SHARDED, STAGES, ZERO1
+from broken.catalogue import GATHERING, LOCAL_STEPS, OWN_STATE, POSITIONS, REPLICATED, SHARDED, STAGES, ZERO1
 
 from mtb_core import ConfigError, Plan, StrategyInfo, hookimpl
 from mtb_core.registry.discovery import discover
@@ -41,6 +41,15 @@ class TestReplicated(StrategyConformance):
 class TestSharded(StrategyConformance):
     strategy = SHARDED
     capabilities = Capabilities(world_sizes=(2, 3))
+
+
+@pytest.mark.slow
+class TestOwnState(StrategyConformance):
+    """Tensors under ``strategy/NAME/`` and numbers pass, also where `single` goes on without them and back."""
+
+    strategy = OWN_STATE
+    capabilities = Capabilities(world_sizes=(1, 2))
+    only = NUMBERS
 
 
 @pytest.mark.slow

@@ -357,6 +357,8 @@ class Lab:
         work = self._work(asked, folder)
         standing = self._stand and not asked.fresh and StandingRanks.possible(asked.ranks)
         ending = self._on_standing_ranks(asked, folder) if standing else _on_fresh_ranks(asked, work)
+        if ending is not None and ending.signal is not None:
+            raise KeyboardInterrupt if ending.signal == "SIGINT" else Stopped(ending.signal)
         traces = {r: trace for r, trace in enumerate(read_traces(folder, asked.ranks)) if trace is not None}
         reason = "done" if ending is None else ending.exit_reason
         if reason == "done" and traces and (result := next(iter(traces.values())).result) is not None:
@@ -405,9 +407,7 @@ def _on_fresh_ranks(asked: Episode, work: RankWork) -> Ending:
             on_line=_keep_in(log),
         )
     )
-    if outcome.signal is not None:
-        raise KeyboardInterrupt if outcome.signal == "SIGINT" else Stopped(outcome.signal)
-    return Ending(outcome.exit_reason, outcome.failure, log)
+    return Ending(outcome.exit_reason, outcome.failure, log, outcome.signal)
 
 
 def _keep_in(log: dict[int, list[str]]) -> Callable[[int, str], None]:

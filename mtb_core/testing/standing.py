@@ -36,11 +36,13 @@ class Ending:
 
     Attributes:
         log: the last lines that each rank has written, by rank.
+        signal: name of the stop signal that their launcher got, if any.
     """
 
     exit_reason: str
     failure: Failure | None
     log: dict[int, list[str]]
+    signal: str | None = None
 
 
 class StandingRanks:
@@ -119,7 +121,7 @@ def _launch(laboratory: int, make: MakeWork, orders: Sequence[Connection], ended
             on_line=keep,
         )
     )
-    ended.send(Ending(outcome.exit_reason, outcome.failure, log))
+    ended.send(Ending(outcome.exit_reason, outcome.failure, log, outcome.signal))
 
 
 def _stand(payload: Any, worker: Worker) -> None:

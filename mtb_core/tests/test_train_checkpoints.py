@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
+from mtb_core.api.descriptions import StrategyInfo
 from mtb_core.api.values import OptimizerRecipe
 from mtb_core.config import TrainConfig
 from mtb_core.testing.episodes import episode
+from mtb_core.testing.lab import Lab
 from mtb_core.train.optim import described_groups
 
 from . import kit_strategies as kit
@@ -15,7 +17,8 @@ from . import kit_strategies as kit
 
 def test_groups_are_described_by_the_recipe(tmp_path):
     """A rank whose optimizer has fewer groups saves like the others, and ``state.json`` has both groups."""
-    with kit.lab_of(kit.FewerGroups) as lab:
+    info = StrategyInfo("fewer-groups", "", f"{kit.__name__}:FewerGroups", kit.plan)
+    with Lab(info, world_sizes=(2,)) as lab:
         lab.done(episode(2, steps=2, checkpoint_dir=str(tmp_path / "c"), save_every=1))
     state = json.loads((tmp_path / "c" / "step_00000002" / "state.json").read_text())
     groups = state["optimizer"]["param_groups"]

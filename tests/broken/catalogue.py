@@ -18,6 +18,7 @@ ZERO1 = StrategyInfo(
     "right-zero1", "Its optimizer's state is said to be sharded", "broken.right:Sharded", plans.sharded
 )
 GATHERING = StrategyInfo("right-gathering", "Sums by gathering", "broken.right:Gathering", plans.data_parallel)
+OWN_STATE = StrategyInfo("right-own-state", "Has state of its own", "broken.right:OwnState", plans.data_parallel)
 STAGES = StrategyInfo("right-stages", "A pipeline", "broken.parallel:Stages", plans.stages)
 POSITIONS = StrategyInfo("right-positions", "Context parallelism", "broken.parallel:Positions", plans.tokens)
 MIRRORED = StrategyInfo("right-mirrored", "Copies", "broken.parallel:Mirrored", plans.copies)

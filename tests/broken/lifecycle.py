@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -77,6 +78,15 @@ class LeakedFile(Replicated):
 
     def prepare(self, job):
         kept.append(os.open(os.devnull, os.O_WRONLY))
+        return super().prepare(job)
+
+
+@mistake("processes.files")
+class LeakedPort(Replicated):
+    """It goes on listening on a port."""
+
+    def prepare(self, job):
+        kept.append(socket.create_server(("127.0.0.1", 0)))
         return super().prepare(job)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mtb_core import Prepared, Shards, State, Strategy, create_missing_state, fragment_pieces, module_state
+from mtb_core import Piece, Prepared, Shards, State, Strategy, create_missing_state, fragment_pieces, module_state
 
 
 class Wrapper(nn.Module):
@@ -146,3 +146,33 @@ class Gathering(Replicated):
             parts = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, parameter.grad)
             parameter.grad.copy_(torch.stack(parts).mean(0))
+
+
+@attrs.define
+class Kept:
+    """What `OwnState` keeps beside model and optimizer."""
+
+    config: object
+    accumulation: int
+    mean: torch.Tensor
+    count: int = 0
+
+
+class OwnState(Replicated):
+    """Keeps state of its own, a tensor under its name and a number, which are saved and given back."""
+
+    def prepare(self, job):
+        kept = Kept(job.config, job.accumulation, torch.zeros(3))
+        return attrs.evolve(super().prepare(job), engine=kept)
+
+    def optimizer_step(self, prepared, apply):
+        prepared.engine.mean.lerp_(prepared.trainable[0].detach().reshape(-1)[:3], 0.5)
+        prepared.engine.count += 1
+        return super().optimizer_step(prepared, apply)
+
+    def state(self, prepared):
+        own = {"strategy/right-own-state/mean": [Piece(prepared.engine.mean, (3,), (0,))]}
+        return State({**super().state(prepared).pieces, **own}, {"count": prepared.engine.count})
+
+    def state_loaded(self, prepared, state):
+        prepared.engine.count = state.scalars.get("count", 0)

@@ -12,8 +12,8 @@ from mtb_core.ckpt import image, loading, opened, safetensors, saving
 from mtb_core.ckpt.layout import READY, step_name
 from mtb_core.train import schedule, trainer
 
-from .catalogue import SHARDED, mistake
-from .right import Replicated, Sharded
+from .catalogue import OWN_STATE, SHARDED, mistake
+from .right import OwnState, Replicated, Sharded
 
 
 def without(state, unwanted):
@@ -44,6 +44,71 @@ class CopiesAreFilled(Replicated):
     def state(self, prepared):
         pieces = super().state(prepared).pieces
         return State({k: [attrs.evolve(p, tensor=p.tensor.clone()) for p in own] for k, own in pieces.items()})
+
+
+@mistake("checkpoints.restored_state", right=OWN_STATE)
+class NumbersForgotten(OwnState):
+    """A number of its own that was saved is not taken back."""
+
+    def state_loaded(self, prepared, state):
+        pass
+
+
+@mistake("checkpoints.restored_state", right=OWN_STATE)
+class OwnTensorCopied(OwnState):
+    """A tensor of its own is given to be filled as a copy."""
+
+    def state(self, prepared):
+        state = super().state(prepared)
+        own = {k: [_copied(p) for p in parts] for k, parts in state.pieces.items() if k.startswith("strategy/")}
+        return State({**state.pieces, **own}, state.scalars)
+
+
+def _copied(piece):
+    return attrs.evolve(piece, tensor=piece.tensor.clone())
+
+
+@mistake("checkpoints.optimizer_state")
+class MomentsOfTheFirstSave(Replicated):
+    """Optimizer state is copied when it is first asked for, and saved so ever after."""
+
+    def __init__(self):
+        self._kept = {}
+
+    def state(self, prepared):
+        live = super().state(prepared).pieces
+        for key, parts in live.items():
+            if key.startswith("optim/"):
+                self._kept.setdefault(key, [_copied(piece) for piece in parts])
+        return State({**live, **self._kept})
+
+
+@mistake("checkpoints.exact_resume")
+class StateOutsideOfCheckpoints(Replicated):
+    """Updates depend on a count of steps that no checkpoint holds."""
+
+    def __init__(self):
+        self._steps = 0
+
+    def optimizer_step(self, prepared, apply):
+        self._steps += 1
+        for parameter in prepared.trainable:
+            parameter.grad *= 1 + 0.1 * self._steps
+        return super().optimizer_step(prepared, apply)
+
+
+@mistake("checkpoints.crash")
+class CountOutsideOfCheckpoints(StateOutsideOfCheckpoints):
+    """The same shows where a run goes on from a checkpoint after a crash."""
+
+
+@mistake("checkpoints.interchange")
+class NumberOfRanksSaved(Replicated):
+    """A tensor whose shape is the number of ranks is saved under a name of the model's."""
+
+    def state(self, prepared):
+        world = dist.get_world_size()
+        return State({**super().state(prepared).pieces, "model/world": [Piece(torch.ones(world), (world,), (0,))]})
 
 
 @mistake("checkpoints.exact_resume")
@@ -151,6 +216,23 @@ class SameSeedOnAllRanks(Replicated):
 
     def state_loaded(self, prepared, state):
         self._seeded = True
+
+
+@mistake("checkpoints.learning_rate")
+class OwnSchedule(Replicated):
+    """After a resume the strategy steps a schedule of its own once more."""
+
+    def __init__(self):
+        self._resumed = False
+
+    def state_loaded(self, prepared, state):
+        self._resumed = True
+
+    def optimizer_step(self, prepared, apply):
+        for group in prepared.optimizer.param_groups if self._resumed else ():
+            group["lr"] *= 0.5
+        self._resumed = False
+        return super().optimizer_step(prepared, apply)
 
 
 @mistake("checkpoints.learning_rate")
