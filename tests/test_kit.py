@@ -14,7 +14,7 @@ import torch
 from broken import plans
 from broken.catalogue import GATHERING, REPLICATED, SHARDED
 
-from mtb_core import ConfigError, StrategyInfo
+from mtb_core import ConfigError, Layout, Plan, StrategyInfo, TrainConfig, World
 from mtb_core.registry.discovery import discover
 from mtb_core.testing import Capabilities, StrategyConformance
 from mtb_core.testing import lab as laboratory
@@ -131,27 +131,33 @@ def test_pattern_without_match() -> None:
         cases((1, 2), ["parity.weigths"])
 
 
-@pytest.mark.parametrize("name", ["exact", "accumulation", "clipping", "bf16", "tied", "exact_resume", "resharding"])
+@pytest.mark.parametrize(
+    "name", ["exact", "accumulation", "clipping", "bf16", "tied_weights", "exact_resume", "resharding"]
+)
 def test_undeclared_is_skipped(name: str) -> None:
-    """What the author does not declare is skipped, and the reason says so."""
+    """What the author leaves out is skipped, and the reason says so."""
     with Lab(REPLICATED, capabilities=Capabilities(world_sizes=(2,), **{name: False})) as lab:
         needing = [case for case in cases((2,)) if name in case.check.needs]
         assert needing
         for case in needing:
             outcome = run_case(lab, case)
-            assert (outcome.status, outcome.reason) == ("skipped", f"not declared: {name}")
+            assert (outcome.status, outcome.reason) == ("skipped", f"not promised: {name}")
+
+
+def fp32_only(options: object, config: TrainConfig, world: World) -> Plan:
+    return Plan(Layout((("dp", world.size),)), bf16=False)
 
 
 def test_declared_but_not_so() -> None:
-    """A capability that the plan does not have fails; the plan's refusal is shown."""
-    info = StrategyInfo("no-bf16", "Refuses bf16", "broken.right:Replicated", plans.without_bf16)
-    with Lab(info, capabilities=Capabilities(world_sizes=(2,))) as lab:
-        (case,) = cases((2,), ["discovery.capabilities"])
+    """A promise on which the author insists, and which the plan does not make, fails by its name."""
+    info = StrategyInfo("no-bf16", "Promises fp32 only", "broken.right:Replicated", fp32_only)
+    (case,) = cases((2,), ["discovery.capabilities"])
+    with Lab(info, capabilities=Capabilities(world_sizes=(2,), bf16=True)) as lab:
         outcome = run_case(lab, case)
         assert outcome.status == "failed"
-        assert "fp32 only" in outcome.seen
-    with Lab(info, world_sizes=(2,)) as lab:
-        assert not lab.capabilities.bf16
+        assert "bf16" in outcome.text
+    with Lab(info, capabilities=Capabilities(world_sizes=(2,))) as lab:
+        assert run_case(lab, case).status == "passed"
 
 
 def test_declaration_without_a_plan_is_the_likely_mistake() -> None:
