@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,20 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from broken import plans
-from broken.catalogue import GATHERING, REPLICATED, SHARDED
+from broken.catalogue import GATHERING, LOCAL_STEPS, POSITIONS, REPLICATED, SHARDED, STAGES, ZERO1
 
-from mtb_core import ConfigError, Layout, Plan, StrategyInfo, TrainConfig, World
+from mtb_core import ConfigError, Plan, StrategyInfo, hookimpl
 from mtb_core.registry.discovery import discover
-from mtb_core.testing import Capabilities, StrategyConformance
+from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 from mtb_core.testing import lab as laboratory
+from mtb_core.testing.capabilities import PROMISES
 from mtb_core.testing.certificate import Certificate
 from mtb_core.testing.checking import Outcome, all_checks, cases, run_case
 from mtb_core.testing.checks.processes import watched
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab
+from mtb_core.testing.episodes import Probe, episode
+from mtb_core.testing.lab import Lab, Run
 from mtb_core.testing.probes_processes import Leftovers
 from mtb_core.testing.stage import RankTrace
 from mtb_core.testing.states import Mismatch, assemble, equal_bitwise, equal_within
@@ -31,17 +34,69 @@ from mtb_core.testing.states import Mismatch, assemble, equal_bitwise, equal_wit
 @pytest.mark.slow
 class TestReplicated(StrategyConformance):
     strategy = REPLICATED
+    capabilities = Capabilities(world_sizes=(1, 2))
 
 
 @pytest.mark.slow
 class TestSharded(StrategyConformance):
     strategy = SHARDED
+    capabilities = Capabilities(world_sizes=(2, 3))
 
 
 @pytest.mark.slow
 class TestGathering(StrategyConformance):
     strategy = GATHERING
     capabilities = Capabilities(world_sizes=(2,))
+    only = NUMBERS
+
+
+@pytest.mark.slow
+class TestStages(StrategyConformance):
+    strategy = STAGES
+    capabilities = Capabilities(world_sizes=(1, 2))
+
+
+@pytest.mark.slow
+class TestPositions(StrategyConformance):
+    strategy = POSITIONS
+    capabilities = Capabilities(world_sizes=(2, 3))
+
+
+@pytest.mark.slow
+class TestLocalSteps(StrategyConformance):
+    """Replicas that agree every second step only, which is not what `single` trains."""
+
+    strategy = LOCAL_STEPS
+    capabilities = Capabilities(world_sizes=(1, 2))
+
+
+@attrs.frozen
+class ProcessNumber(Probe):
+    """Notes which process the rank is."""
+
+    def observer(self, stage):
+        stage.trace.notes["process"] = os.getpid()
+        return Idle()
+
+
+@attrs.frozen
+class FailsAtStart(Probe):
+    """Raises before the first step."""
+
+    def observer(self, stage):
+        return DividesByZero()
+
+
+class Idle:
+    @hookimpl
+    def mtb_run_finished(self):
+        pass
+
+
+class DividesByZero:
+    @hookimpl
+    def mtb_run_started(self):
+        raise ZeroDivisionError("on purpose")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +167,13 @@ def test_cases_by_world_size() -> None:
     assert [name for name in found if name.startswith("discovery.hooks")] == ["discovery.hooks@3"]
 
 
+def test_selections_name_checks() -> None:
+    """Each of their patterns names some; what runs often is a part of every group."""
+    names = {case.check.name for case in cases((2,), ESSENTIAL)}
+    assert {name.partition(".")[0] for name in names} == {check.name.partition(".")[0] for check in all_checks()}
+    assert len(names) < len(cases((2,), NUMBERS)) < len(all_checks())
+
+
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
@@ -131,33 +193,60 @@ def test_pattern_without_match() -> None:
         cases((1, 2), ["parity.weigths"])
 
 
-@pytest.mark.parametrize(
-    "name", ["exact", "accumulation", "clipping", "bf16", "tied_weights", "exact_resume", "resharding"]
-)
-def test_undeclared_is_skipped(name: str) -> None:
-    """What the author leaves out is skipped, and the reason says so."""
+@pytest.mark.parametrize("name", [p for p in PROMISES if any(p in case.check.needs for case in cases((2,)))])
+def test_what_is_left_out_is_skipped(name: str) -> None:
+    """A promise that the author leaves out is not checked, and the reason says so."""
     with Lab(REPLICATED, capabilities=Capabilities(world_sizes=(2,), **{name: False})) as lab:
-        needing = [case for case in cases((2,)) if name in case.check.needs]
-        assert needing
-        for case in needing:
+        for case in [case for case in cases((2,)) if name in case.check.needs]:
             outcome = run_case(lab, case)
-            assert (outcome.status, outcome.reason) == ("skipped", f"not promised: {name}")
+            assert (outcome.status, outcome.reason.startswith("not promised: ")) == ("skipped", True)
+            assert name in outcome.reason
 
 
-def fp32_only(options: object, config: TrainConfig, world: World) -> Plan:
-    return Plan(Layout((("dp", world.size),)), bf16=False)
+def test_promises_are_those_of_plans() -> None:
+    """Nothing is declared under a name of its own; every need of a check is a promise."""
+    assert set(PROMISES) <= {field.name for field in attrs.fields(Plan)}
+    assert {need for check in all_checks() for need in check.needs} <= set(PROMISES)
 
 
-def test_declared_but_not_so() -> None:
-    """A promise on which the author insists, and which the plan does not make, fails by its name."""
-    info = StrategyInfo("no-bf16", "Promises fp32 only", "broken.right:Replicated", fp32_only)
-    (case,) = cases((2,), ["discovery.capabilities"])
-    with Lab(info, capabilities=Capabilities(world_sizes=(2,), bf16=True)) as lab:
+def test_promises_follow_the_plan() -> None:
+    """What the plan says at a number of ranks is checked there, without any declaration."""
+    with Lab(LOCAL_STEPS, world_sizes=(1, 2)) as lab:
+        assert lab.promised(2) == {
+            **dict.fromkeys(PROMISES, True),
+            **dict.fromkeys(("sums_gradients", "exact", "sharded", "resharding"), False),
+        }
+    with Lab(ZERO1, world_sizes=(2,)) as lab:
+        assert lab.promises("sharded", 2)
+
+
+def test_insisting_on_what_the_plan_lacks_fails() -> None:
+    """An author who insists on a promise learns that the plan does not make it."""
+    declared = Capabilities(world_sizes=(1, 2), sharded=True)
+    with Lab(REPLICATED, capabilities=declared) as lab:
+        outcomes = {n: run_case(lab, case) for n in (1, 2) for case in cases((n,), ["discovery.capabilities"])}
+    assert {n: outcome.status for n, outcome in outcomes.items()} == {1: "passed", 2: "failed"}
+    assert outcomes[2].seen == "the plan for 2 ranks says False"
+
+
+def test_plan_that_refuses_what_it_promises() -> None:
+    """The plan's own refusal is shown, and nothing is checked with it."""
+    info = StrategyInfo("no-bf16", "Refuses bf16", "broken.right:Replicated", plans.without_bf16)
+    with Lab(info, world_sizes=(2,)) as lab:
+        (case,) = cases((2,), ["discovery.promises"])
         outcome = run_case(lab, case)
         assert outcome.status == "failed"
-        assert "bf16" in outcome.text
-    with Lab(info, capabilities=Capabilities(world_sizes=(2,))) as lab:
-        assert run_case(lab, case).status == "passed"
+        assert "fp32 only" in outcome.seen
+        assert not lab.promises("bf16", 2)
+
+
+def test_episodes_have_the_micro_batches_that_the_plan_needs() -> None:
+    """At least as many as there are stages, as far as the global batch can be shared out; the reference has its own."""
+    with Lab(STAGES, world_sizes=(2, 3, 5)) as lab:
+        assert [lab.micro_batches(2, n) for n in (1, 2, 4, 5)] == [2, 2, 4, 6]
+        assert lab.config(episode(3)).grad_accum_steps == 3
+        assert lab.config(episode(5, grad_accum_steps=1)).grad_accum_steps == 6
+        assert lab.config(episode(1, subject=False, grad_accum_steps=1)).grad_accum_steps == 1
 
 
 def test_declaration_without_a_plan_is_the_likely_mistake() -> None:
@@ -225,6 +314,55 @@ def test_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_episode_runs_once(lab: Lab) -> None:
     """Equal episodes are one run."""
     assert lab.done(episode(2, steps=1)) is lab.done(episode(2, steps=1))
+
+
+def process_numbers(run: Run) -> list[int]:
+    return [trace.notes["process"] for trace in run.traces.values()]
+
+
+def test_ranks_run_one_episode_after_the_other() -> None:
+    """The same processes, but for episodes that ask for fresh ones; an episode that fails on a rank ends them."""
+    one, two = (episode(2, steps=1, seed=seed, probes=(ProcessNumber(),)) for seed in (1, 2))
+    with Lab(REPLICATED, world_sizes=(2,)) as lab:
+        first = process_numbers(lab.done(one))
+        assert process_numbers(lab.done(two)) == first
+        fresh = process_numbers(lab.done(episode(2, steps=1, seed=3, probes=(ProcessNumber(),), fresh=True)))
+        assert not set(fresh) & set(first)
+        failing = lab.run(episode(2, steps=1, seed=4, probes=(FailsAtStart(),)))
+        assert (failing.exit_reason, failing.failure.kind) == ("failed", "ZeroDivisionError")
+        assert "Traceback" not in failing.why()
+        after = process_numbers(lab.done(episode(2, steps=1, seed=5, probes=(ProcessNumber(),))))
+        assert not set(after) & set(first)
+        with Lab(REPLICATED, world_sizes=(2,), standing=False) as other:
+            alone = [process_numbers(other.done(asked)) for asked in (one, two)]
+        assert not set(alone[0]) & set(alone[1])
+    assert not [number for number in (*first, *after) if Path(f"/proc/{number}").exists()]
+
+
+def test_episodes_on_standing_ranks_give_the_same_bits() -> None:
+    """What an episode gives does not depend on those that its processes have run before."""
+    asked = episode(2, dropout=0.2, states=(0, 4))
+    with Lab(SHARDED, world_sizes=(2,)) as lab:
+        lab.done(episode(2, model="kit-buffers", steps=2))
+        after = lab.done(asked)
+        with Lab(SHARDED, world_sizes=(2,), standing=False) as other:
+            alone = other.done(asked)
+    for step in (0, 4):
+        equal_bitwise(after.whole(step), alone.whole(step), "the state")
+    assert after.first.losses == alone.first.losses
+
+
+def test_failures_are_those_of_fresh_ranks() -> None:
+    """What fails on ranks that have run other episodes is repeated without them; a figure tells that it had failed."""
+    info = StrategyInfo(
+        "twice", "Fails in the second run of a process", "broken.lifecycle:OncePerProcess", plans.stages
+    )
+    chosen = cases((2,), ["parity.initial_weights", "parity.losses"])
+    with Lab(info, world_sizes=(2,)) as lab:
+        lab.done(episode(2, steps=1))
+        outcomes = [run_case(lab, case) for case in chosen]
+    assert [outcome.status for outcome in outcomes] == ["passed", "passed"]
+    assert "it can run once" in outcomes[0].figures["failed_at_first"]
 
 
 def traces(*held: dict[str, list]) -> dict[int, RankTrace]:

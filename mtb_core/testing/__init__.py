@@ -1,8 +1,8 @@
 """The conformance kit: whether a strategy plugin is right. See ``docs/conformance.md``.
 
-`StrategyConformance` is the base class for a plugin's own tests, `Capabilities` what its author declares; the same
-checks run as ``mtb plugins check NAME``. Besides: `recording`, `launches`, `live` and `examples`, for tests of
-strategies and sinks.
+`StrategyConformance` is the base class for a plugin's own tests, `Capabilities` what its author declares beside the
+plan, `ESSENTIAL` and `NUMBERS` are selections of checks; the same checks run as ``mtb plugins check NAME``. Besides:
+`recording`, `launches`, `live` and `examples`, for tests of strategies and sinks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .capabilities import Capabilities
+    from .checking import ESSENTIAL, NUMBERS
     from .conformance import StrategyConformance
 
-__all__ = ["Capabilities", "StrategyConformance"]
+__all__ = ["ESSENTIAL", "NUMBERS", "Capabilities", "StrategyConformance"]
 
-_LAZY = {"Capabilities": ".capabilities", "StrategyConformance": ".conformance"}
+_LAZY = {
+    "ESSENTIAL": ".checking",
+    "NUMBERS": ".checking",
+    "Capabilities": ".capabilities",
+    "StrategyConformance": ".conformance",
+}
 
 
 def __getattr__(name: str) -> Any:

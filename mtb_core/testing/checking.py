@@ -41,6 +41,59 @@ _BASICS = (
 )
 #: Modules whose import fills the list of checks.
 _MODULES = (*_GROUPS, "counting", "precision", "resuming", "holdings", "requests")
+#: A selection for tests that run often: some of every group, which find most mistakes.
+ESSENTIAL = (
+    "discovery",
+    "parity.initial_weights",
+    "parity.losses",
+    "parity.gradients",
+    "parity.gradients_cleared",
+    "parity.grad_norm",
+    "parity.weights",
+    "parity.replicas",
+    "parity.data",
+    "parity.positions",
+    "parity.reported",
+    "parity.applied",
+    "sync.count",
+    "sync.volume",
+    "models.extra",
+    "models.tied",
+    "models.norm",
+    "checkpoints.keys",
+    "checkpoints.shapes",
+    "checkpoints.restored_state",
+    "checkpoints.learning_rate",
+    "checkpoints.random_state",
+    "checkpoints.exact_resume",
+    "checkpoints.interchange",
+    "failures.nonfinite",
+    "failures.roll_back",
+    "processes.result",
+    "processes.overhead",
+)
+#: A selection for options that change how a strategy computes, of which another class runs all checks: not those of
+#: what a save, a failure or the end of a process does.
+NUMBERS = (
+    "discovery",
+    "parity",
+    "sync",
+    "models",
+    "checkpoints.keys",
+    "checkpoints.shapes",
+    "checkpoints.optimizer_state",
+    "checkpoints.restored_state",
+    "checkpoints.exact_resume",
+    "checkpoints.resharding",
+    "checkpoints.interchange",
+    "checkpoints.*_resume",
+    "checkpoints.buffers",
+    "failures.nonfinite*",
+    "failures.skipped_update",
+    "failures.roll_back",
+    "processes.result",
+    "processes.memory",
+)
 #: The likely mistake of an author whose declaration has no plan, whichever check is the first to need that plan.
 OVERDECLARED = "the declaration promises more than the plan; change one of the two"
 #: The page that explains every check, in the repository.

@@ -30,8 +30,8 @@ class StrategyConformance:
         options: of the strategy, as on the command line.
         capabilities: what is declared beside the plan; what the plan does not promise is skipped and listed.
         settings: settings of `TrainConfig` that every run of the kit needs (model sizes, say).
-        only: patterns of the checks to run, as for ``mtb plugins check --only``; empty: all. `ESSENTIAL` is such a
-            selection.
+        only: patterns of the checks to run, as for ``mtb plugins check --only``; empty: all. `ESSENTIAL` and `NUMBERS`
+            are such selections.
     """
 
     strategy: ClassVar[str | StrategyInfo]

@@ -1,44 +1,52 @@
-"""Strategy `ddp` under the conformance kit."""
+"""Strategy `ddp` under the conformance kit, in all options."""
 
 from __future__ import annotations
 
 import pytest
 
-from mtb_core.testing import Capabilities, StrategyConformance
+from mtb_core.testing import NUMBERS, Capabilities, StrategyConformance
 
 
 class TestDDP(StrategyConformance):
+    """All checks, so that the fast tests run each of them at least once."""
+
     strategy = "ddp"
-    capabilities = Capabilities(world_sizes=(1, 2))
+    capabilities = Capabilities(world_sizes=(2,), exact=True, exact_resume=True, resharding=True)
 
 
 @pytest.mark.slow
-class TestThreeRanks(StrategyConformance):
+class TestOtherRanks(StrategyConformance):
     strategy = "ddp"
-    capabilities = Capabilities(world_sizes=(2, 3))
+    capabilities = Capabilities(world_sizes=(1, 3))
 
 
 @pytest.mark.slow
 class TestZero1(StrategyConformance):
     strategy = "ddp"
     options = {"zero1": "true"}
+    capabilities = Capabilities(world_sizes=(2, 3))
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestFindUnused(StrategyConformance):
     strategy = "ddp"
     options = {"find_unused_parameters": "true"}
+    capabilities = Capabilities(world_sizes=(2,))
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestStaticGraph(StrategyConformance):
     strategy = "ddp"
     options = {"static_graph": "true"}
-    capabilities = Capabilities(sync_modes=("every",))
+    capabilities = Capabilities(world_sizes=(2, 3))
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestCompressed(StrategyConformance):
     strategy = "ddp"
     options = {"comm_hook": "bf16"}
-    capabilities = Capabilities(exact=False, sync_modes=("last",))
+    capabilities = Capabilities(world_sizes=(2,))
+    only = NUMBERS

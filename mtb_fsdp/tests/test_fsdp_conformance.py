@@ -4,94 +4,106 @@ from __future__ import annotations
 
 import pytest
 
-from mtb_core.testing import Capabilities, StrategyConformance
+from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
-SHARDED = Capabilities(sharded=True)
+#: On two ranks; what only three show (shards of unlike sizes) the complete class below sees.
+ON_TWO = Capabilities(world_sizes=(2,), sharded=True)
+ON_FOUR = Capabilities(world_sizes=(4,), sharded=True)
 
 
-class TestFSDP(StrategyConformance):
-    """What only three ranks show (shards of unlike sizes) is among the fast tests of parity and of resuming."""
-
+class TestEssential(StrategyConformance):
     strategy = "fsdp"
-    capabilities = Capabilities(sharded=True, world_sizes=(1, 2))
+    capabilities = Capabilities(world_sizes=(2,), sharded=True, exact=True, exact_resume=True, resharding=True)
+    only = ESSENTIAL
 
 
 @pytest.mark.slow
-class TestThreeRanks(StrategyConformance):
+class TestFSDP(StrategyConformance):
     strategy = "fsdp"
-    capabilities = Capabilities(sharded=True, world_sizes=(2, 3))
+    capabilities = Capabilities(world_sizes=(1, 2, 3), sharded=True)
 
 
 @pytest.mark.slow
 class TestKeepGathered(StrategyConformance):
     strategy = "fsdp"
     options = {"reshard_after_forward": "false"}
-    capabilities = SHARDED
+    capabilities = ON_TWO
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestReshardOverTwo(StrategyConformance):
     strategy = "fsdp"
     options = {"reshard_after_forward": "2"}
-    capabilities = Capabilities(sharded=True, world_sizes=(4,))
+    capabilities = ON_FOUR
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestRoot(StrategyConformance):
     strategy = "fsdp"
     options = {"wrap": "root"}
-    capabilities = SHARDED
+    capabilities = ON_TWO
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestAutoSize(StrategyConformance):
     strategy = "fsdp"
     options = {"wrap": "auto-size", "wrap_size": "300"}
-    capabilities = SHARDED
+    capabilities = ON_TWO
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestCopies(StrategyConformance):
     strategy = "fsdp"
     options = {"hsdp": "2"}
-    capabilities = Capabilities(sharded=True, world_sizes=(4,))
+    capabilities = ON_FOUR
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestOffload(StrategyConformance):
     strategy = "fsdp"
     options = {"cpu_offload": "true", "prefetch": "1"}
-    capabilities = SHARDED
+    capabilities = ON_TWO
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestUnused(StrategyConformance):
     strategy = "fsdp"
     options = {"unused_parameters": "true"}
-    capabilities = SHARDED
+    capabilities = Capabilities(world_sizes=(2, 3), sharded=True)
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestReduceInBf16(StrategyConformance):
     strategy = "fsdp"
     options = {"reduce_dtype": "bf16"}
-    capabilities = Capabilities(exact=False, sharded=True)
+    capabilities = ON_TWO
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestLegacy(StrategyConformance):
     strategy = "fsdp1"
-    capabilities = SHARDED
+    capabilities = ON_TWO
 
 
 @pytest.mark.slow
 class TestLegacyGradOp(StrategyConformance):
     strategy = "fsdp1"
     options = {"sharding": "grad-op"}
-    capabilities = SHARDED
+    capabilities = Capabilities(world_sizes=(3,), sharded=True)
+    only = NUMBERS
 
 
 @pytest.mark.slow
 class TestLegacyNone(StrategyConformance):
     strategy = "fsdp1"
     options = {"sharding": "none"}
+    capabilities = Capabilities(world_sizes=(2,))
+    only = NUMBERS

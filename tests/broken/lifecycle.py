@@ -146,6 +146,16 @@ class HelperOutlives(Replicated):
             helper.wait()
 
 
+class OncePerProcess(Stages):
+    """A pipeline that works once in a process only."""
+
+    def prepare(self, job):
+        if kept:
+            raise RuntimeError("it can run once in a process")
+        kept.append(job)
+        return super().prepare(job)
+
+
 class Hangs(Replicated):
     """In its second step the last rank waits for something that never comes."""
 

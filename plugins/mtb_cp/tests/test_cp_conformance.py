@@ -7,19 +7,31 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mtb_core.testing import Capabilities, StrategyConformance
+from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
-pytestmark = pytest.mark.slow
+#: Four equal parts, which 6 positions have not.
+LENGTH: Mapping[str, Any] = {"seq_length": 8}
 
 
+class TestEssential(StrategyConformance):
+    """(cp, dp) = (2, 1)."""
+
+    strategy = "cp"
+    capabilities = Capabilities(world_sizes=(2,), exact=True, exact_resume=True, resharding=True)
+    settings: ClassVar[Mapping[str, Any]] = LENGTH
+    only = ESSENTIAL
+
+
+@pytest.mark.slow
 class TestGathered(StrategyConformance):
     """(cp, dp) = (2, 1)."""
 
     strategy = "cp"
-    capabilities = Capabilities(world_sizes=(2,), custom_models=False)
-    settings: ClassVar[Mapping[str, Any]] = {"seq_length": 8}  # four equal parts, which 6 positions have not
+    capabilities = Capabilities(world_sizes=(2,))
+    settings: ClassVar[Mapping[str, Any]] = LENGTH
 
 
+@pytest.mark.slow
 class TestRing(StrategyConformance):
     """(cp, dp) = (2, 2), sharded over all ranks, keys and values in a ring, contiguous positions."""
 
@@ -30,4 +42,5 @@ class TestRing(StrategyConformance):
         "balance": "contiguous",
         "data_parallel": "fsdp",
     }
-    capabilities = Capabilities(world_sizes=(4,), custom_models=False, sharded=True)
+    capabilities = Capabilities(world_sizes=(4,), sharded=True)
+    only = NUMBERS

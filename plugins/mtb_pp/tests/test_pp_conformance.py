@@ -1,4 +1,4 @@
-"""Strategy `pp` passes the conformance kit at each shape of (pipeline, data-parallel) ranks."""
+"""Strategy `pp` passes the conformance kit at each shape of (pipeline-parallel, data-parallel) ranks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,42 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mtb_core.testing import Capabilities, StrategyConformance
-
-pytestmark = pytest.mark.slow
+from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
 
-class TestStages(StrategyConformance):
+class TestEssential(StrategyConformance):
     """(pp, dp) = (2, 1)."""
 
     strategy = "pp"
-    capabilities = Capabilities(world_sizes=(2,), custom_models=False)
+    capabilities = Capabilities(world_sizes=(2,), exact=True, exact_resume=True, resharding=True)
+    only = ESSENTIAL
 
 
-class TestStagesTimesShards(StrategyConformance):
-    """(pp, dp) = (2, 2), all forwards first, each stage sharded."""
+@pytest.mark.slow
+class TestStages(StrategyConformance):
+    """(pp, dp) = (1, 1), (2, 1) and (3, 1)."""
 
     strategy = "pp"
-    options: ClassVar[Mapping[str, Any]] = {"pp": "2", "schedule": "gpipe", "data_parallel": "fsdp"}
-    capabilities = Capabilities(world_sizes=(4,), custom_models=False, sharded=True)
+    capabilities = Capabilities(world_sizes=(1, 2, 3))
+    settings: ClassVar[Mapping[str, Any]] = {"n_layers": 3}
+
+
+@pytest.mark.slow
+class TestInterleaved(StrategyConformance):
+    """(pp, dp) = (2, 1), two stages on each rank."""
+
+    strategy = "pp"
+    options: ClassVar[Mapping[str, Any]] = {"schedule": "interleaved"}
+    capabilities = Capabilities(world_sizes=(2,))
+    settings: ClassVar[Mapping[str, Any]] = {"n_layers": 4}
+    only = NUMBERS
+
+
+@pytest.mark.slow
+class TestBoth(StrategyConformance):
+    """(pp, dp) = (2, 2), each stage in shards over its data-parallel ranks, all forwards first."""
+
+    strategy = "pp"
+    options: ClassVar[Mapping[str, Any]] = {"pp": "2", "data_parallel": "fsdp", "schedule": "gpipe"}
+    capabilities = Capabilities(world_sizes=(4,), sharded=True)
+    only = NUMBERS
