@@ -22,7 +22,7 @@ allow-config-change
 """.split()  # noqa: SIM905  (names read better so)
 #: Beyond the contract's list.
 OURS = """qk-norm tie-embeddings momentum adam-eps allow-missing-rng flops-convention formal
-model-opt data-opt optimizer-opt lr-scheduler-opt plugin-opt""".split()  # noqa: SIM905
+model-opt data-opt optimizer-opt lr-scheduler-opt plugin-opt checkpoint-format""".split()  # noqa: SIM905
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def test_spec_names_what_strategies_need():
         "down": "rowwise",
         "drop2": "dropout",
     }
-    assert len(roles) == 5 + 3 * 10
+    assert len(roles) == 5 + 3 * 11
 
 
 def test_vocabulary_must_be_known():
