@@ -91,11 +91,11 @@ def test_mistake_is_noticed(mistake: Mistake, right: Labs) -> None:
     """The check that names the mistake fails, with an explanation, and passes for the strategy without it."""
     with lab_of(mistake) as lab:
         outcome = named(mistake, lab)
-    assert outcome.status == "failed", outcome
+    assert outcome.status == "failed", outcome.case
     assert outcome.expected
     assert outcome.seen
     same = named(mistake, right.of(mistake.right, mistake.world_sizes))
-    assert same.status == "passed" or (same.status == "skipped" and "not promised" in same.reason), same
+    assert same.status == "passed" or (same.status == "skipped" and "not promised" in same.reason), same.text
 
 
 @pytest.mark.slow

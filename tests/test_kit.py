@@ -14,7 +14,7 @@ import attrs
 import pytest
 import torch
 from broken import plans
-from broken.catalogue import GATHERING, LOCAL_STEPS, OWN_STATE, POSITIONS, REPLICATED, SHARDED, STAGES, ZERO1
+from broken.catalogue import GATHERING, LOCAL_STEPS, MIRRORED, OWN_STATE, POSITIONS, REPLICATED, SHARDED, STAGES, ZERO1
 
 from mtb_core import ConfigError, Plan, StrategyInfo, hookimpl
 from mtb_core.registry.discovery import discover
@@ -306,6 +306,14 @@ def test_threads_of_the_first_backward_are_not_the_runs(monkeypatch: pytest.Monk
     over.set()
     started[0].join()
     assert trace.notes["threads"] == {}
+
+
+def test_infinity_of_one_copy_stops_all_ranks() -> None:
+    """Ranks that compute alike and sum nothing agree on a gradient that is not finite on one of them."""
+    with Lab(MIRRORED, world_sizes=(2,)) as lab:
+        (case,) = cases((2,), ["failures.nonfinite_gradient"])
+        outcome = run_case(lab, case)
+    assert outcome.status == "passed", outcome.text
 
 
 def test_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ BUDGETS = {
     "mtb_core/model": 800,
     "mtb_core/ranks": 1260,
     "mtb_core/registry": 1120,
-    "mtb_core/testing": 6150,
+    "mtb_core/testing": 6250,
     "mtb_core/train": 2300,
     "mtb_core": 25890,
     "all packages": 53120,

@@ -71,6 +71,14 @@ class Layout:
         """The role of `axis`."""
         return self.roles.get(axis, "copies")
 
+    @property
+    def sums_everywhere(self) -> bool:
+        """True if a gradient is summed over all ranks, so that a NaN or infinity of any rank reaches every rank.
+
+        Ranks along ``"copies"`` and ``"stages"`` sum nothing: equal gradients there rest on equal computation.
+        """
+        return all(self.role(name) in ("data", "tokens") for name, size in self.axes if size > 1)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` on each axis."""
         out: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 `StrategyConformance` is the base class for a plugin's own tests, `Capabilities` what its author declares beside the
 plan, `ESSENTIAL` and `NUMBERS` are selections of checks; the same checks run as ``mtb plugins check NAME``. Besides:
-`recording`, `launches`, `live` and `examples`, for tests of strategies and sinks.
+`recording`, `held`, `launches`, `live` and `examples`, for tests of strategies and sinks.
 """
 
 from __future__ import annotations

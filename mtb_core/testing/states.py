@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,19 @@ def assemble(traces: Mapping[int, RankTrace], step: int, *, agreeing: bool = Tru
         Mismatch: elements that no rank holds; ranks that hold the same elements but not the same values, if they must
             be `agreeing`; parts that do not fit into their whole.
     """
-    parts: dict[str, list[tuple[int, Part]]] = {}
     for rank, trace in traces.items():
         if step not in trace.states:
             raise Mismatch(f"the state of rank {rank} after step {step}", "the rank did not get there")
-        for key, own in trace.states[step].items():
-            parts.setdefault(key, []).extend((rank, part) for part in own)
-    return {key: _whole(key, held, agreeing) for key, held in parts.items()}
+    return join({rank: trace.states[step] for rank, trace in traces.items()}, agreeing=agreeing)
+
+
+def join(held: Mapping[int, Mapping[str, Sequence[Part]]], *, agreeing: bool = True) -> Whole:
+    """The parts that each rank holds, put together to whole tensors; raises as `assemble`."""
+    parts: dict[str, list[tuple[int, Part]]] = {}
+    for rank, own in held.items():
+        for key, pieces in own.items():
+            parts.setdefault(key, []).extend((rank, part) for part in pieces)
+    return {key: _whole(key, found, agreeing) for key, found in parts.items()}
 
 
 def _whole(key: str, held: list[tuple[int, Part]], agreeing: bool) -> torch.Tensor:

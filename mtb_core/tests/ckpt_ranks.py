@@ -48,9 +48,8 @@ def _run(world, function, args, store, timeout, expect):
         for receive, process in zip(ends, processes, strict=True):
             try:
                 assert receive.poll(timeout), "a rank hangs"
-                results.append(
-                    pickle.loads(receive.recv_bytes())
-                )  # plain pickle: no shared memory that ends with a rank
+                # Plain pickle: no shared memory that ends with a rank.
+                results.append(pickle.loads(receive.recv_bytes()))
             except EOFError:
                 process.join()
                 results.append(process.exitcode)
@@ -71,6 +70,8 @@ def _rank(rank, world, store, send, function, args):
         if world > 1:
             torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         send.send_bytes(pickle.dumps(function(rank, *args)))
+        # A rank that left now would close connections that slower ranks are still making. The test's end kills it.
+        multiprocessing.parent_process().join()
     except BaseException as error:  # noqa: BLE001  (told to the test)
         with contextlib.suppress(Exception):
             text = f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -251,8 +251,9 @@ class Trainer:
 
     def _agree(self, local: Loss, shards: Sequence[Shards], norm_squared: torch.Tensor) -> tuple[Agreed, float]:
         """The agreement, and the squared norm of the whole model's gradients."""
-        ranks = self.job.ctx.world_size
-        whole = all(part.copies == ranks for part in shards if part.tensors)
+        ranks, layout = self.job.ctx.world_size, self.job.ctx.layout
+        # Without a sum over all ranks a non-finite value may be on one of them only, which then must be agreed on.
+        whole = layout.sums_everywhere and all(part.copies == ranks for part in shards if part.tensors)
         if self._agreement.begun:
             return self._agreement.end(), float(norm_squared) * ranks
         if not self._early:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cp_states import Seen, text, trained, whole
+from cp_states import RankHeld, text, trained, whole
 
 from mtb_core import Result
 
@@ -37,10 +37,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 SGD_CASES = ("2-gather", "2-ring", "2x2-gather", "2x2-ring-fsdp")
 FAST = [("2-gather", "sgd"), ("2x2-ring-fsdp", "adamw")]
 
-_references: dict[str, tuple[Result, Seen]] = {}
+_references: dict[str, tuple[Result, RankHeld]] = {}
 
 
-def reference(folder: Path, **settings: Any) -> tuple[Result, Seen]:
+def reference(folder: Path, **settings: Any) -> tuple[Result, RankHeld]:
     """`single`, in one micro-batch a step."""
     key = repr(sorted(settings.items()))
     if key not in _references:

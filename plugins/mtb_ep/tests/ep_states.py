@@ -1,17 +1,14 @@
-"""For tests of strategy `ep`: whole tensors, put together from what each rank says it holds."""
+"""For tests of strategy `ep`: the settings of a small training, and what ranks hold of it."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Generator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
-import torch
+from mtb_core import Result
+from mtb_core.testing.held import RankHeld, run_held, whole
 
-from mtb_core import Job, Prepared, Result, State, StepRecord, TrainConfig, hookimpl, run
+__all__ = ["TINY", "RankHeld", "trained", "whole"]
 
 TINY: dict[str, Any] = {
     "model": "moe",
@@ -29,82 +26,6 @@ TINY: dict[str, Any] = {
 }
 
 
-@attrs.define
-class Seen:
-    """What one rank saw: records of all steps, and its pieces (tensor, shape, offset) by key at three moments."""
-
-    rank: int = -1
-    records: list[StepRecord] = attrs.field(factory=list)
-    started: dict[str, list[Any]] = attrs.field(factory=dict)
-    loaded: dict[str, list[Any]] = attrs.field(factory=dict)
-    ended: dict[str, list[Any]] = attrs.field(factory=dict)
-
-    @property
-    def losses(self) -> list[float]:
-        return [record.loss for record in self.records]
-
-
-class StateRecorder:
-    """Keeps the strategy's own state after preparing, after loading and at the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._seen = folder, Seen()
-
-    @hookimpl(wrapper=True)
-    def mtb_prepare(self, job: Job) -> Generator[None, Prepared, Prepared]:
-        self._seen.rank = job.ctx.rank
-        return (yield)
-
-    @hookimpl(wrapper=True)
-    def mtb_state(self, prepared: Prepared) -> Generator[None, State, State]:
-        state = yield
-        self._seen.ended = copied(state)
-        if not self._seen.started:
-            self._seen.started = self._seen.ended
-        return state
-
-    @hookimpl(wrapper=True)
-    def mtb_state_loaded(self, prepared: Prepared, state: State) -> Generator[None, None, None]:
-        yield
-        self._seen.loaded = copied(state)
-
-    @hookimpl
-    def mtb_step_recorded(self, record: StepRecord) -> None:
-        self._seen.records.append(record)
-
-    @hookimpl
-    def mtb_run_finished(self, exit_reason: str) -> None:
-        (self._folder / f"{self._seen.rank}.pickle").write_bytes(pickle.dumps(self._seen))
-
-
-def copied(state: State) -> dict[str, list[Any]]:
-    """Pieces that stay as they are."""
-    return {key: [(p.tensor.clone(), p.shape, p.offset) for p in pieces] for key, pieces in state.pieces.items()}
-
-
-def trained(folder: Path, **settings: Any) -> tuple[Result, list[Seen]]:
-    """Run `settings` over `TINY`, with a checkpoint at the end; the result and what each rank saw."""
-    folder.mkdir(parents=True)
-    values = {**TINY, "checkpoint_dir": str(folder / "checkpoints"), "save_every": 100, **settings}
-    config = TrainConfig(**values, run_dir=str(folder / "run"))
-    result = run(config, quiet=True, plugins={"states": partial(StateRecorder, folder)})
-    assert result.exit_reason == "done", result.failure
-    seen = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(config.nproc)]
-    return result, seen
-
-
-def whole(moments: list[dict[str, list[Any]]]) -> dict[str, torch.Tensor]:
-    """Each tensor put together from all ranks' pieces; all of it must be there, and ranks that overlap must agree."""
-    out: dict[str, torch.Tensor] = {}
-    for moment in moments:
-        for key, pieces in moment.items():
-            for tensor, shape, offset in pieces:
-                full = out.setdefault(key, torch.full(shape, float("nan"), dtype=tensor.dtype))
-                assert tuple(full.shape) == tuple(shape), key
-                box = full[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))]
-                filled = ~box.isnan()
-                assert torch.equal(box[filled], tensor[filled]), f"{key}: ranks differ"
-                box.copy_(tensor)
-    for key, full in out.items():
-        assert not full.isnan().any(), f"{key}: not all of it is held"
-    return out
+def trained(folder: Path, **settings: Any) -> tuple[Result, list[RankHeld]]:
+    """Run `settings` over `TINY`, with a checkpoint at the end; the result and each rank's view."""
+    return run_held(folder, {**TINY, **settings})

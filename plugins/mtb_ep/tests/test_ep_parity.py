@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ep_states import TINY, Seen, trained, whole
+from ep_states import TINY, RankHeld, trained, whole
 
 from mtb_core import Result
 
@@ -47,10 +47,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 FAST = {("ep2-capacity", "adamw"), ("ep2-dp2", "sgd")}
 
-_references: dict[str, Seen] = {}
+_references: dict[str, RankHeld] = {}
 
 
-def reference(folder: Path, **settings: Any) -> Seen:
+def reference(folder: Path, **settings: Any) -> RankHeld:
     """`single`, in one micro-batch a step."""
     key = repr(sorted(settings.items()))
     if key not in _references:
@@ -75,7 +75,7 @@ def test_parity(case: str, optimizer: str, tmp_path: Path) -> None:
     compared(result, seen, expected)
 
 
-def compared(result: Result, seen: list[Seen], expected: Seen) -> None:
+def compared(result: Result, seen: list[RankHeld], expected: RankHeld) -> None:
     """A training against that of `single`."""
     assert expected.records[0].clipped
     start, end = whole([s.started for s in seen]), whole([s.ended for s in seen])

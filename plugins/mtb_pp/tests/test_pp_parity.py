@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pp_states import TINY, Seen, ragged, trained, whole
+from pp_states import TINY, RankHeld, ragged, trained, whole
 
 from mtb_core import Result
 
@@ -48,10 +48,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 SGD_CASES = ("2-tied", "2x2-every", "2x2-fsdp-interleaved-tied-last")
 FAST = [("4-gpipe-tied", "adamw"), ("2x2-every", "sgd"), ("2x2-fsdp-interleaved-tied-last", "adamw")]
 
-_references: dict[str, tuple[Result, Seen]] = {}
+_references: dict[str, tuple[Result, RankHeld]] = {}
 
 
-def reference(folder: Path, **settings: Any) -> tuple[Result, Seen]:
+def reference(folder: Path, **settings: Any) -> tuple[Result, RankHeld]:
     """`single`, in one micro-batch a step."""
     key = repr(sorted((k, v) for k, v in settings.items() if "data" not in k))
     if key not in _references:

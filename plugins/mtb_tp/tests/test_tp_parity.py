@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tp_states import TINY, Seen, trained, whole
+from tp_states import TINY, RankHeld, trained, whole
 
 OPTIMIZERS = {
     "adamw": {"optimizer": "adamw", "adam_eps": 1e-6, "learning_rate": 1e-3},
@@ -39,10 +39,10 @@ FAST = [
     ("2x1-vocabulary-tied", "adamw"),
 ]
 
-_references: dict[str, Seen] = {}
+_references: dict[str, RankHeld] = {}
 
 
-def reference(folder: Path, **settings: Any) -> Seen:
+def reference(folder: Path, **settings: Any) -> RankHeld:
     """`single`, in one micro-batch a step."""
     key = repr(sorted(settings.items()))
     if key not in _references:
