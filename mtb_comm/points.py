@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from mtb_core import ConfigError, external_launcher, nearest
+from mtb_core import ConfigError, divisors, external_launcher, nearest
 
 from .definitions import DTYPE_BYTES, OPERATIONS, REDUCTIONS, whole_elements
 from .sizes import drawn_splits, size_text
@@ -149,7 +149,7 @@ def group_ranks(request: CommRequest, world_size: int) -> int:
     """
     size = world_size if request.group_size is None else request.group_size
     if not 1 <= size <= world_size or world_size % size:
-        valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        valid = ", ".join(map(str, divisors(world_size)))
         raise ConfigError(
             f"--group-size is {size}, but there are {world_size} ranks; groups must fill them exactly. Valid: {valid}."
         )

@@ -27,7 +27,7 @@ from .errors import (
 from .flat import fragment_pieces
 from .hooks import PLUGIN_API, DiscoverySpecs, ObserverSpecs, RunSpecs, StrategySpecs, hookimpl
 from .layout import Layout, Role, World
-from .options import NoOptions, OptionHelp, describe_options, nearest, option, parse_options
+from .options import NoOptions, OptionHelp, describe_options, divisors, nearest, option, parse_options
 from .records import Phase, RunInfo, StepRecord
 from .strategy import Strategy
 from .values import Job, ModelSpec, OptimizerRecipe, Piece, Plan, Prepared, RankContext, State, SyncMode
@@ -82,6 +82,7 @@ __all__ = [
     "SyncMode",
     "World",
     "describe_options",
+    "divisors",
     "fragment_pieces",
     "hookimpl",
     "load_reference",

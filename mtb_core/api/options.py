@@ -21,6 +21,7 @@ import attrs
 
 from .errors import ConfigError
 
+_MANY = 1024
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -44,6 +45,11 @@ def option(
     return attrs.field(
         default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
     )
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of `number` up to 1024, ascending: valid values for a message. `number` may be of any size."""
+    return [n for n in range(1, min(number, _MANY) + 1) if number % n == 0]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from mtb_core.api.errors import ConfigError
-from mtb_core.api.options import nearest
+from mtb_core.api.options import divisors, nearest
 
 #: Label of targets that count neither in the loss nor as valid tokens.
 IGNORE_LABEL = -100
@@ -396,8 +396,8 @@ def _check_combinations(c: TrainConfig) -> None:
         )
         raise ConfigError(msg)
     if c.d_model % c.n_heads:
-        near = [h for h in range(1, c.d_model + 1) if c.d_model % h == 0]
-        msg = f"--n-heads {c.n_heads} does not divide --d-model {c.d_model}; valid numbers of heads: {near}."
+        heads = divisors(c.d_model)
+        msg = f"--n-heads {c.n_heads} does not divide --d-model {c.d_model}; valid numbers of heads: {heads}."
         raise ConfigError(msg)
     if c.min_learning_rate > c.learning_rate:
         msg = (

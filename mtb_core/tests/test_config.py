@@ -92,6 +92,7 @@ def test_every_setting_is_documented_and_typed(name: str) -> None:
         ({"learning_rate": float("nan")}, "a number"),
         ({"dropout": 1.5}, "at most 0.99"),
         ({"precision": "bf61"}, "Did you mean 'bf16'"),
+        ({"d_model": 1 << 60, "n_heads": 3}, r"valid numbers of heads: \[1, 2, 4, .*, 1024\]"),
         ({"d_model": 30, "n_heads": 4}, r"does not divide --d-model 30; valid numbers of heads: \[1, 2, 3, 5, 6"),
         ({"min_learning_rate": 1.0}, "above --learning-rate"),
         ({"lr_warmup_steps": 2}, "no meaning with --lr-scheduler constant"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from mtb_core import ConfigError, Layout, Plan, StrategyInfo, World, hookimpl, option
+from mtb_core import ConfigError, Layout, Plan, StrategyInfo, World, divisors, hookimpl, option
 from mtb_cp.cutting import BALANCES, number_of_parts
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def degrees(options: CPOptions, world: int) -> tuple[int, int]:
     """
     cp = world if options.cp is None else options.cp
     if world % cp:
-        valid = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        valid = ", ".join(map(str, divisors(world)))
         raise ConfigError(
             f"strategy 'cp' has cp={cp} on {world} ranks; valid: the divisors of the number of ranks, {valid}."
         )

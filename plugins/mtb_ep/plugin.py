@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from mtb_core import ConfigError, Layout, ModelInfo, Plan, StrategyInfo, World, hookimpl, option, parse_options
+from mtb_core import (
+    ConfigError,
+    Layout,
+    ModelInfo,
+    Plan,
+    StrategyInfo,
+    World,
+    divisors,
+    hookimpl,
+    option,
+    parse_options,
+)
 
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
@@ -61,7 +72,7 @@ def check_degree(ep: int, experts: int) -> None:
     """
     if experts % ep:
         raise ConfigError(
-            f"strategy 'ep': {experts} experts cannot be shared by ep={ep} ranks; valid: {_listed(_divisors(experts))}. "
+            f"strategy 'ep': {experts} experts cannot be shared by ep={ep} ranks; valid: {_listed(divisors(experts))}. "
             "Set --strategy-opt ep, or change the number of experts."
         )
 
@@ -72,7 +83,7 @@ def plan(options: EPOptions, config: TrainConfig, world: World) -> Plan:
     if world.size % ep:
         raise ConfigError(
             f"strategy 'ep' has ep={ep}, which does not divide the {world.size} ranks; valid: "
-            f"{_listed(_divisors(world.size))}. Change ep or --nproc."
+            f"{_listed(divisors(world.size))}. Change ep or --nproc."
         )
     if config.model == "gpt":
         raise ConfigError(
@@ -89,10 +100,6 @@ def plan(options: EPOptions, config: TrainConfig, world: World) -> Plan:
         metrics=("rank_imbalance",) if ep > 1 else (),
         options=attrs.evolve(options, ep=ep),
     )
-
-
-def _divisors(number: int) -> Iterable[int]:
-    return (n for n in range(1, number + 1) if number % n == 0)
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from mtb_core import CommandInfo, ConfigError, Layout, Plan, StrategyInfo, World, hookimpl, option
+from mtb_core import CommandInfo, ConfigError, Layout, Plan, StrategyInfo, World, divisors, hookimpl, option
 
 if TYPE_CHECKING:
     from mtb_core import TrainConfig  # loading it takes a fifth of the time of `mtb --help`
@@ -54,10 +54,10 @@ def degrees(options: TPOptions, world: int) -> tuple[int, int]:
         product *= value
     if world % product or (len(given) == 2 and product != world):
         asked = " and ".join(f"{name}={value}" for name, value in given)
-        divisors = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        valid = ", ".join(map(str, divisors(world)))
         raise ConfigError(
             f"strategy 'tp' has {asked}, but there are {world} ranks; tp x dp must be the number of ranks, so each is "
-            f"one of {divisors}. Change --nproc, or leave out one of the two options."
+            f"one of {valid}. Change --nproc, or leave out one of the two options."
         )
     if options.tp is not None:
         return world // options.tp, options.tp
@@ -72,7 +72,7 @@ def must_divide(what: str, value: int, tp: int, advice: str, owner: str = "strat
         ConfigError: they cannot; the message lists the degrees that can.
     """
     if value % tp:
-        valid = [n for n in range(1, value + 1) if value % n == 0]
+        valid = divisors(value)
         shown = ", ".join(map(str, valid[:12])) + (", …" if len(valid) > 12 else "")
         raise ConfigError(f"{owner}: {value} {what} cannot be shared by tp={tp} ranks; valid: {shown}. {advice}")
 
