@@ -22,7 +22,7 @@ import click
 import mtb_core
 from mtb_core import DiscoverySpecs, ObserverSpecs, OptionHelp, Strategy, StrategySpecs, describe_options
 from mtb_core.api import hooks
-from mtb_core.testing.checking import all_checks
+from mtb_kit.checking import all_checks
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by `make docs` from the code; edit that instead. -->\n\n"
@@ -40,6 +40,7 @@ PLUGINS = (
     "mtb_comm",
     "mtb_dcp",
     "mtb_guards",
+    "mtb_kit",
     "mtb_profile",
     "mtb_report",
     "mtb_sinks",
@@ -185,7 +186,7 @@ def check_page() -> str:
     parts = [
         "# Checks of the conformance kit",
         (
-            "What `mtb plugins check NAME` and `mtb_core.testing.StrategyConformance` look at; how to use them is in "
+            "What `mtb plugins check NAME` and `mtb_kit.StrategyConformance` look at; how to use them is in "
             "[../conformance.md](../conformance.md)."
         ),
     ]

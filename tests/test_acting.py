@@ -19,9 +19,9 @@ from mtb_core import Control, TrainConfig, hookimpl
 from mtb_core.measure.result import Result
 from mtb_core.ranks import signals
 from mtb_core.running import run
-from mtb_core.testing.recording import RankRecord, Recorder
 from mtb_core.train import checkpointing
 from mtb_core.train.trainer import Progress
+from mtb_kit.recording import RankRecord, Recorder
 
 COMMON: dict[str, Any] = {
     "seq_length": 8,

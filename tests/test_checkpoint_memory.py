@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mtb_core import TrainConfig, run
-from mtb_core.testing.live import LiveBytes
 from mtb_core.train.checkpointing import RunCheckpoints
+from mtb_kit.live import LiveBytes
 
 SIZE: dict[str, Any] = {"d_model": 96, "n_heads": 2, "n_layers": 8, "vocab_size": 65, "seq_length": 8, "batch_size": 1}
 #: Bytes of the largest parameter of it.

@@ -14,7 +14,7 @@ import torch
 
 from mtb_core import Job, Prepared, TrainConfig, hookimpl, run
 from mtb_core.ckpt.publish import PUBLISH_POINTS, RANK_POINTS
-from mtb_core.testing.recording import RankRecord, run_recorded
+from mtb_kit.recording import RankRecord, run_recorded
 
 SETTINGS: dict[str, Any] = {
     "strategy": "ddp",

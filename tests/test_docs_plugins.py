@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mtb_core.testing import StrategyConformance
-from mtb_core.testing.checking import cases, run_case
-from mtb_core.testing.lab import Lab
+from mtb_kit import StrategyConformance
+from mtb_kit.checking import cases, run_case
+from mtb_kit.lab import Lab
 
 PAGE = Path(__file__).parent.parent / "docs" / "plugins.md"
 TESTS_PAGE = PAGE.with_name("conformance.md")

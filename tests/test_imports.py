@@ -38,6 +38,8 @@ PLUGINS = [
     *(ROOT / name for name in ("mtb_ddp", "mtb_fsdp", "mtb_deepspeed", "mtb_comm")),
     *sorted(p for p in (ROOT / "plugins").iterdir() if p.is_dir()),
 ]
+#: Distributions that look inside core, and therefore need exactly its version; see docs/decisions/0017.
+IN_STEP = {"mtb_kit"}
 STRATEGIES = {"single", "ddp", "fsdp", "fsdp1", "deepspeed", "tp", "localsgd", "megatron"}
 
 
@@ -127,7 +129,7 @@ def forbidden(folder: Path, own: str, depends_on: set[str], *, within: Path = RO
     """Imports that the plugin `own`, which declares that it depends on `depends_on`, may not have.
 
     Allowed are core's public names, those of `mtb_core.ckpt` (for authors of checkpoint formats), and those of the
-    plugins that it declares.
+    plugins that it declares. What is released in step with core may import anything of core.
     """
     public = {
         f"{package}.{name}"
@@ -139,6 +141,7 @@ def forbidden(folder: Path, own: str, depends_on: set[str], *, within: Path = RO
         for path in sources(folder)
         for line, name in imported(path, within=within)
         if name.startswith("mtb_") and name not in public and name != own and not name.startswith(f"{own}.")
+        if not (own in IN_STEP and name.startswith("mtb_core."))
     ]
 
 
@@ -171,6 +174,14 @@ def test_a_plugin_builds_on_declared_ones_only(line: str, allowed: bool, tmp_pat
     folder.mkdir()
     (folder / "strategy.py").write_text(f"def late():\n    {line}\n")
     assert bool(forbidden(folder, "mtb_mine", {"mtb_ddp"}, within=tmp_path)) is not allowed
+
+
+@pytest.mark.parametrize("name", sorted(IN_STEP))
+def test_what_looks_inside_core_needs_its_version(name: str) -> None:
+    """Otherwise an update of core alone would break it."""
+    project = tomllib.loads((ROOT / "plugins" / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"mtb-core=={project['version']}" in project["dependencies"]
+    assert project["version"] == mtb_core.__version__
 
 
 def test_plugins_depend_on_each_other_without_a_circle() -> None:

@@ -9,9 +9,9 @@ import pytest
 from broken.catalogue import Mistake, mistakes
 
 from mtb_core import StrategyInfo
-from mtb_core.testing import lab as laboratory
-from mtb_core.testing.checking import Outcome, cases, run_case
-from mtb_core.testing.lab import Lab
+from mtb_kit import lab as laboratory
+from mtb_kit.checking import Outcome, cases, run_case
+from mtb_kit.lab import Lab
 
 #: Of each group some that take a second at most; all others are slow.
 FAST = {

@@ -18,17 +18,17 @@ from broken.catalogue import GATHERING, LOCAL_STEPS, MIRRORED, OWN_STATE, POSITI
 
 from mtb_core import ConfigError, Plan, StrategyInfo, hookimpl
 from mtb_core.registry.discovery import discover
-from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
-from mtb_core.testing import lab as laboratory
-from mtb_core.testing.capabilities import PROMISES
-from mtb_core.testing.certificate import Certificate
-from mtb_core.testing.checking import Outcome, all_checks, cases, run_case
-from mtb_core.testing.checks.processes import watched
-from mtb_core.testing.episodes import Probe, episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_processes import Leftovers
-from mtb_core.testing.stage import RankTrace
-from mtb_core.testing.states import Mismatch, assemble, equal_bitwise, equal_within
+from mtb_kit import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
+from mtb_kit import lab as laboratory
+from mtb_kit.capabilities import PROMISES
+from mtb_kit.certificate import Certificate
+from mtb_kit.checking import Outcome, all_checks, cases, run_case
+from mtb_kit.checks.processes import watched
+from mtb_kit.episodes import Probe, episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes_processes import Leftovers
+from mtb_kit.stage import RankTrace
+from mtb_kit.states import Mismatch, assemble, equal_bitwise, equal_within
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_world_sizes_are_numbers_of_ranks(sizes: tuple[int, ...]) -> None:
 def test_strict_markers_without_pytest_timeout(tmp_path: Path) -> None:
     """A plugin's tests can be collected with --strict-markers where pytest-timeout is not installed."""
     (tmp_path / "test_mine.py").write_text(
-        "from mtb_core.testing import Capabilities, StrategyConformance\n"
+        "from mtb_kit import Capabilities, StrategyConformance\n"
         "class TestMine(StrategyConformance):\n"
         "    strategy = 'single'\n"
         "    capabilities = Capabilities(world_sizes=(1,))\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtb_core import TrainConfig
-from mtb_core.testing.recording import RankRecord, run_recorded
+from mtb_kit.recording import RankRecord, run_recorded
 
 COMMON = {
     "seq_length": 16,

@@ -20,8 +20,8 @@ from mtb_core import ConfigError, Job, Prepared, RunInfo, StepRecord, TrainConfi
 from mtb_core.measure.result import Result
 from mtb_core.ranks import signals
 from mtb_core.running import run
-from mtb_core.testing.drills import SignalAt
-from mtb_core.testing.recording import RankRecord, run_recorded
+from mtb_kit.drills import SignalAt
+from mtb_kit.recording import RankRecord, run_recorded
 
 COMMON: dict[str, Any] = {
     "seq_length": 8,

@@ -14,8 +14,8 @@ import pytest
 
 from mtb_core import StepRecord, TrainConfig, hookimpl
 from mtb_core.running import run
-from mtb_core.testing.drills import SignalAt
-from mtb_core.testing.recording import run_recorded
+from mtb_kit.drills import SignalAt
+from mtb_kit.recording import run_recorded
 
 MODELS = Path(__file__).parent / "models" / "faulty.py"
 TINY = {"seq_length": 1, "device": "cpu", "warmup_steps": 0, "sink": ["jsonl"]}

@@ -62,7 +62,10 @@ class StrategyInfo:
 
 @attrs.frozen
 class CommandInfo:
-    """A command of ``mtb``; `impl` is a click command or group. `group` is its heading in ``mtb --help``."""
+    """A command of ``mtb``; `impl` is a click command or group. `group` is its heading in ``mtb --help``.
+
+    The name ``"plugins check"`` adds a command ``check`` to core's group `plugins`.
+    """
 
     name: str
     help: str

@@ -11,10 +11,10 @@ from mtb_core.api import NoOptions, PluginError, describe_options, nearest
 from mtb_core.registry.discovery import Registry, discover, strict_plugins, warn_failed
 from mtb_core.registry.records import KINDS, Kind, PluginRecord
 
-from .root import warn
+from .root import OpenGroup, warn
 
 
-@click.group()
+@click.group(cls=OpenGroup)
 def plugins() -> None:
     """Show installed plugins and what they provide."""
 
@@ -52,28 +52,6 @@ def show(name: str) -> None:
     if not parts:
         raise PluginError(_unknown(registry, name))
     click.echo("\n\n".join(parts))
-
-
-@plugins.command()
-@click.argument("name")
-@click.option("--strategy-opt", multiple=True, metavar="KEY=VALUE", help="Option of the strategy.")
-@click.option("--nproc", multiple=True, type=int, metavar="N", help="Check at N ranks. [default: 1, 2 and 3]")
-@click.option("--only", multiple=True, metavar="PATTERN", help="Run these checks: parity, 'sync.*', '*@3', …")
-@click.option("--last-failed", is_flag=True, help="Run what failed the last time.")
-@click.option("--debug-rank", type=int, metavar="N", help="Open a debugger in rank N, at prepare and at errors.")
-@click.option("--list", "list_only", is_flag=True, help="List the checks and run none.")
-@click.option("--json", "as_json", is_flag=True, help="Print the certificate as one JSON document on stdout.")
-@click.option("--output", metavar="FILE", help="Write the JSON document here too.")
-@click.option("--quiet", is_flag=True, help="No progress on stderr.")
-def check(name: str, **given: Any) -> int:
-    """Check strategy NAME: does it train, save and fail as the contract says.
-
-    Runs short trainings on real ranks with gloo and compares them with `single`. Prints a certificate; the exit code
-    is 1 if a check failed.
-    """
-    from .check import check as run_check  # noqa: PLC0415  (listing must not wait for it)
-
-    return run_check(name, **given)
 
 
 def _unknown(registry: Registry, name: str) -> str:

@@ -22,17 +22,8 @@ _TRY = (
 )
 
 
-class Root(click.Group):
-    """Core's own commands first: they work, and load no plugin, whatever is installed beside them."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Names of all commands."""
-        return list(_registry().commands)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """The command `cmd_name`, imported now."""
-        own = {info.name: info for info in mtb_commands()}
-        return _load(own[cmd_name] if cmd_name in own else _registry(strict=None).command(cmd_name))
+class _Group(click.Group):
+    """A group whose commands plugins add to; one that is unknown or broken is a mistake in the command line."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -43,14 +34,51 @@ class Root(click.Group):
         except PluginError as error:
             raise click.UsageError(str(error), ctx) from error
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+
+class Root(_Group):
+    """Core's own commands first: they work, and load no plugin, whatever is installed beside them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Names of all commands."""
+        return [name for name in _registry().commands if " " not in name]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The command `cmd_name`, imported now."""
+        own = {info.name: info for info in mtb_commands()}
+        return _load(own[cmd_name] if cmd_name in own else _registry(strict=None).command(cmd_name))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under their headings, without importing one."""
         groups: dict[str, list[tuple[str, str]]] = {}
-        for info in _registry().commands.values():
+        commands = _registry().commands
+        for info in [commands[name] for name in self.list_commands(ctx)]:
             groups.setdefault(info.group, []).append((info.name, info.help))
         for heading, rows in groups.items():
             with formatter.section(heading):
                 formatter.write_dl(rows)
+
+
+class OpenGroup(_Group):
+    """A group of commands to which plugins add: what they name ``"plugins check"`` is in group `plugins` as `check`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The group's own commands, then those of plugins."""
+        return [*super().list_commands(ctx), *self._added()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command `cmd_name`; one of a plugin is imported now."""
+        added = self._added().get(cmd_name)
+        return super().get_command(ctx, cmd_name) if added is None else _load(added)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, without importing one of a plugin."""
+        rows = [(name, self.commands[name].get_short_help_str()) for name in super().list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([*rows, *((name, info.help) for name, info in self._added().items())])
+
+    def _added(self) -> dict[str, CommandInfo]:
+        prefix = f"{self.name} "
+        return {n.removeprefix(prefix): info for n, info in _registry().commands.items() if n.startswith(prefix)}
 
 
 def _registry(*, strict: bool | None = False) -> Registry:

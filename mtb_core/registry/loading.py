@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pluggy
 
-from mtb_core.api import PLUGIN_API, DiscoverySpecs, NoOptions, RunSpecs, nearest
+from mtb_core.api import PLUGIN_API, CommandInfo, DiscoverySpecs, NoOptions, RunSpecs, nearest
 
 from .entry_points import Source
 from .records import KINDS, Kind, PluginRecord
@@ -199,7 +199,9 @@ def _ask(manager: pluggy.PluginManager, kind: Kind) -> dict[str, Any]:
 
 def _check_info(info: Any, kind: Kind) -> None:
     what = f"its {kind.singular} {info.name!r}"
-    if not isinstance(info.name, str) or not info.name or info.name.split() != [info.name] or info.name[0] == "-":
+    words = info.name.split() if isinstance(info.name, str) else []
+    most = 2 if isinstance(info, CommandInfo) else 1
+    if " ".join(words) != info.name or not 1 <= len(words) <= most or any(word[0] == "-" for word in words):
         msg = f"{what} needs a name that is one word and does not start with '-'"
         raise Refused(msg)
     if not isinstance(info.help, str):

@@ -1,32 +1,20 @@
-"""The conformance kit: whether a strategy plugin is right. See ``docs/conformance.md``.
-
-`StrategyConformance` is the base class for a plugin's own tests, `Capabilities` what its author declares beside the
-plan, `ESSENTIAL` and `NUMBERS` are selections of checks; the same checks run as ``mtb plugins check NAME``. Besides:
-`recording`, `held`, `launches`, `live` and `examples`, for tests of strategies and sinks.
-"""
+"""The former place of the conformance kit, kept for one release: use `mtb_kit`, of the distribution ``mtb-kit``."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import Any
 
-if TYPE_CHECKING:
-    from .capabilities import Capabilities
-    from .checking import ESSENTIAL, NUMBERS
-    from .conformance import StrategyConformance
-
-__all__ = ["ESSENTIAL", "NUMBERS", "Capabilities", "StrategyConformance"]
-
-_LAZY = {
-    "ESSENTIAL": ".checking",
-    "NUMBERS": ".checking",
-    "Capabilities": ".capabilities",
-    "StrategyConformance": ".conformance",
-}
+_MODULES = ("examples", "held", "launches", "live", "recording")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    msg = f"module 'mtb_core.testing' has no attribute {name!r}"
-    raise AttributeError(msg)
+    if name.startswith("__"):
+        raise AttributeError(name)
+    try:
+        kit = importlib.import_module("mtb_kit")
+    except ModuleNotFoundError as error:
+        raise ImportError("The conformance kit is not installed: pip install mtb-kit.") from error
+    warnings.warn("mtb_core.testing is mtb_kit now, and will be removed.", DeprecationWarning, stacklevel=2)
+    return importlib.import_module(f"mtb_kit.{name}") if name in _MODULES else getattr(kit, name)

@@ -8,7 +8,7 @@ import pytest
 
 from mtb_core import RunFailed
 from mtb_core.measure.result import RankReport, Result, combine_trials, rank_report, trial_row
-from mtb_core.testing.examples import example_record
+from mtb_kit.examples import example_record
 
 
 def test_times_are_means_of_the_slowest_rank() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mtb_core import NoOptions, StepRecord
 from mtb_core.builtin import sinks
 from mtb_core.builtin.sinks import ConsoleSink, JsonlSink, metrics_line
-from mtb_core.testing.examples import example_record as record
-from mtb_core.testing.examples import example_run as run_info
+from mtb_kit.examples import example_record as record
+from mtb_kit.examples import example_run as run_info
 
 CONTRACT_KEYS = [
     "global_step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtb_core.testing import NUMBERS, Capabilities, StrategyConformance
+from mtb_kit import NUMBERS, Capabilities, StrategyConformance
 
 
 class TestDDP(StrategyConformance):

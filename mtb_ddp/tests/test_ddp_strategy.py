@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mtb_core import Job, MicroBatch, Prepared, TrainConfig, hookimpl, run
-from mtb_core.testing.launches import run_launches
-from mtb_core.testing.recording import run_recorded
+from mtb_kit.launches import run_launches
+from mtb_kit.recording import run_recorded
 
 TINY: dict[str, Any] = {
     "strategy": "ddp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
+from mtb_kit import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
 
 class TestEssential(StrategyConformance):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
+from mtb_kit import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
 #: On two ranks; what only three show (shards of unlike sizes) the complete class below sees.
 ON_TWO = Capabilities(world_sizes=(2,), sharded=True)

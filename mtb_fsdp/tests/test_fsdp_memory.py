@@ -15,7 +15,7 @@ import torch
 
 from mtb_core import Job, MicroBatch, Prepared, TrainConfig, hookimpl
 from mtb_core.model.gpt import gpt_spec
-from mtb_core.testing.live import LiveBytes
+from mtb_kit.live import LiveBytes
 
 from .whole import TINY, train
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mtb_core import CountCollectives, Layout, MicroBatch, RankContext, TrainConfig, run_ranks
-from mtb_core.testing.launches import run_launches
 from mtb_fsdp import wrap_fsdp
+from mtb_kit.launches import run_launches
 
 from .whole import TINY
 

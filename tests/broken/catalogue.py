@@ -8,7 +8,7 @@ from importlib import import_module
 import attrs
 
 from mtb_core import NoOptions, StrategyInfo
-from mtb_core.testing import Capabilities
+from mtb_kit import Capabilities
 
 from . import plans
 

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from mtb_core import Layout, Plan, option
-from mtb_core.testing import Capabilities
+from mtb_kit import Capabilities
 
 from . import plans
 from .catalogue import mistake

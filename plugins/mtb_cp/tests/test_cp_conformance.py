@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
+from mtb_kit import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
 #: Four equal parts, which 6 positions have not.
 LENGTH: Mapping[str, Any] = {"seq_length": 8}

@@ -9,7 +9,7 @@ import pytest
 from cp_states import TINY
 
 from mtb_core import Result, TrainConfig, run
-from mtb_core.testing.launches import run_launches
+from mtb_kit.launches import run_launches
 
 LAYERS = 6
 #: Gradients of 5 MiB.

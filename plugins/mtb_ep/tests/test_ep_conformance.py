@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
+from mtb_kit import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
 MODEL: Mapping[str, Any] = {"model": "moe", "model_opt": {"experts": 6, "d_ff": 32, "aux_loss": 0.1, "z_loss": 0.01}}
 

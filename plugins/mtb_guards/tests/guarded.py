@@ -16,7 +16,7 @@ import torch
 
 from mtb_core import Result, TrainConfig, hookimpl, run
 from mtb_core.ckpt.opened import open_checkpoint
-from mtb_core.testing.recording import RankRecord, Recorder
+from mtb_kit.recording import RankRecord, Recorder
 
 COMMON: dict[str, Any] = {
     "seq_length": 8,

@@ -15,10 +15,10 @@ from guarded import DDP, Guarded, tensors
 from mtb_core import Control, Piece, State, TrainConfig
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.verify import verify_checkpoint
-from mtb_core.testing.examples import example_run
 from mtb_guards import best
 from mtb_guards.best import Best
 from mtb_guards.options import BestOptions
+from mtb_kit.examples import example_run
 
 
 @pytest.mark.parametrize("more", [{}, {"async_save": False, **DDP}], ids=["async", "sync, 2 ranks"])

@@ -10,9 +10,9 @@ import pytest
 from guarded import DDP, Guarded
 
 from mtb_core import Control
-from mtb_core.testing.examples import example_run
 from mtb_guards.early_stop import EarlyStop
 from mtb_guards.options import EarlyStopOptions
+from mtb_kit.examples import example_run
 
 
 def started(control: Control, **options: Any) -> EarlyStop:

@@ -15,10 +15,10 @@ from guard_models import MARK
 from guarded import DDP, SPIKING, Guarded
 
 from mtb_core import Control, StepRecord
-from mtb_core.testing.drills import SignalAt
-from mtb_core.testing.examples import example_record, example_run
 from mtb_guards.loss_spike import LossSpike
 from mtb_guards.options import LossSpikeOptions
+from mtb_kit.drills import SignalAt
+from mtb_kit.examples import example_record, example_run
 
 
 def started(control: Control, **options: Any) -> LossSpike:

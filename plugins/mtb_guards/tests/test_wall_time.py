@@ -9,10 +9,10 @@ import pytest
 from guarded import DDP, Guarded
 
 from mtb_core import Control
-from mtb_core.testing.examples import example_run
 from mtb_guards import wall_time
 from mtb_guards.options import WallTimeOptions
 from mtb_guards.wall_time import WallTime
+from mtb_kit.examples import example_run
 
 
 def test_when_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:

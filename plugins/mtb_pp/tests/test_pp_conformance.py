@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mtb_core.testing import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
+from mtb_kit import ESSENTIAL, NUMBERS, Capabilities, StrategyConformance
 
 
 class TestEssential(StrategyConformance):

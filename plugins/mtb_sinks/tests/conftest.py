@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mtb_core import RunInfo, StepRecord, TrainConfig
-from mtb_core.testing.examples import example_record, example_run
+from mtb_kit.examples import example_record, example_run
 
 
 @pytest.fixture

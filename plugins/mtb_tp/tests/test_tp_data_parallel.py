@@ -9,7 +9,7 @@ import pytest
 from tp_states import TINY
 
 from mtb_core import Result, TrainConfig, run
-from mtb_core.testing.launches import Launch, run_launches
+from mtb_kit.launches import Launch, run_launches
 
 #: Gradients of 3 MiB on each of two tensor-parallel ranks.
 LARGE: dict[str, Any] = {**TINY, "d_model": 128, "vocab_size": 512, "n_layers": 8, "steps": 2, "grad_accum_steps": 2}

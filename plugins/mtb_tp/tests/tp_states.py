@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtb_core import Result
-from mtb_core.testing.held import RankHeld, run_held, whole
+from mtb_kit.held import RankHeld, run_held, whole
 
 __all__ = ["TINY", "RankHeld", "trained", "whole"]
 

@@ -14,14 +14,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give each subclass of `StrategyConformance` one test a check and number of ranks."""
-    conformance = sys.modules.get("mtb_core.testing.conformance")
+    conformance = sys.modules.get("mtb_kit.conformance")
     if conformance is not None:
         conformance.parametrize(metafunc)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """List what was skipped because the plan does not promise it."""
-    if "mtb_core.testing.conformance" not in sys.modules:
+    if "mtb_kit.conformance" not in sys.modules:
         return
     skipped: dict[str, int] = {}
     for report in terminalreporter.stats.get("skipped", []):

@@ -8,11 +8,11 @@ import signal
 
 from mtb_core.ckpt.layout import step_name
 from mtb_core.ckpt.verify import verify_checkpoint
-from mtb_core.testing.checking import check
-from mtb_core.testing.checks.parity import TOLERANCE
-from mtb_core.testing.episodes import Episode, episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_failures import (
+from mtb_kit.checking import check
+from mtb_kit.checks.parity import TOLERANCE
+from mtb_kit.episodes import Episode, episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes_failures import (
     FailInForward,
     InfinityInBackward,
     NanInLoss,
@@ -20,7 +20,7 @@ from mtb_core.testing.probes_failures import (
     StateAtEnd,
     survivors,
 )
-from mtb_core.testing.states import Mismatch, equal_bitwise, equal_within
+from mtb_kit.states import Mismatch, equal_bitwise, equal_within
 
 #: The step at which things go wrong.
 BAD = 2

@@ -13,13 +13,13 @@ import sys
 import time
 
 import attrs
+import kit_strategies
 import pytest
 
 from mtb_core import StrategyInfo
-from mtb_core.cli import check, main
+from mtb_core.cli import main
 from mtb_core.registry.discovery import discover
-
-from . import kit_strategies
+from mtb_kit import command as check
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.episodes import Episode, Probe, episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_collectives import Collectives
-from mtb_core.testing.probes_tensors import GradientBits
-from mtb_core.testing.states import Mismatch, Whole, assemble, equal_bitwise, equal_within
+from mtb_kit.checking import Skip, check
+from mtb_kit.episodes import Episode, Probe, episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes_collectives import Collectives
+from mtb_kit.probes_tensors import GradientBits
+from mtb_kit.states import Mismatch, Whole, assemble, equal_bitwise, equal_within
 
 #: Losses, relative; weights, of the norm of each tensor. The sums of different numbers of ranks round differently.
 TOLERANCE = 1e-5
@@ -217,7 +217,7 @@ def replicas(lab: Lab, ranks: int) -> None:
 )
 def accumulation(lab: Lab, ranks: int) -> None:
     """See the title."""
-    from mtb_core.testing.checks.sync import MICRO_BATCHES, in_mode  # noqa: PLC0415  (it imports this module)
+    from mtb_kit.checks.sync import MICRO_BATCHES, in_mode  # noqa: PLC0415  (it imports this module)
 
     reference = lab.done(sgd(1, subject=False))
     one = lab.micro_batches(ranks, 1)
@@ -278,7 +278,7 @@ def master_weights(lab: Lab, ranks: int) -> None:
 )
 def reduce_dtype(lab: Lab, ranks: int) -> None:
     """The dtype of every reduction between ranks with different data."""
-    from mtb_core.testing.checks.sync import NO_REDUCTION, gradient_reductions, in_mode, needs_data_ranks  # noqa: PLC0415  (it imports this module)
+    from mtb_kit.checks.sync import NO_REDUCTION, gradient_reductions, in_mode, needs_data_ranks  # noqa: PLC0415  (it imports this module)
 
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
     needs_data_ranks(lab, ranks)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtb_core.testing.checking import check
-from mtb_core.testing.checks.checkpoints import EVENTFUL
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab
-from mtb_core.testing.saved import checkpoint_of
-from mtb_core.testing.states import equal_bitwise
+from mtb_kit.checking import check
+from mtb_kit.checks.checkpoints import EVENTFUL
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab
+from mtb_kit.saved import checkpoint_of
+from mtb_kit.states import equal_bitwise
 
 
 def _goes_on_alike(lab: Lab, ranks: int, what: str, **settings: Any) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mtb_core.ckpt import catalog
-from mtb_core.testing.checking import check
-from mtb_core.testing.checks.checkpoints import PREDICTABLE
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_requests import Asks
-from mtb_core.testing.states import Mismatch, equal_bitwise
+from mtb_kit.checking import check
+from mtb_kit.checks.checkpoints import PREDICTABLE
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes_requests import Asks
+from mtb_kit.states import Mismatch, equal_bitwise
 
 _SKIPPED, _SAVED, _LAST = 1, 2, 3
 

@@ -34,11 +34,11 @@ from .states import Mismatch, Whole, assemble
 
 #: Names that the laboratory adds to those of the installed plugins.
 DATASETS = (
-    DatasetInfo("kit-ragged", "Samples with few or no valid tokens", "mtb_core.testing.ragged:ragged"),
-    DatasetInfo("kit-ragged-23", "23 of them", "mtb_core.testing.ragged:ragged_23"),
+    DatasetInfo("kit-ragged", "Samples with few or no valid tokens", "mtb_kit.ragged:ragged"),
+    DatasetInfo("kit-ragged-23", "23 of them", "mtb_kit.ragged:ragged_23"),
 )
 MODELS = tuple(
-    ModelInfo(f"kit-{name}", text, f"mtb_core.testing.samples:{name}")
+    ModelInfo(f"kit-{name}", text, f"mtb_kit.samples:{name}")
     for name, text in (
         ("frozen", "Some parameters do not require gradients"),
         ("unused", "A parameter that forward never uses"),
@@ -375,9 +375,7 @@ class Lab:
         config = attrs.evolve(self.config(asked), run_dir=str(folder / "run"))
         planned = plan_run(config, self.registry, World(asked.ranks, asked.ranks))
         impl = planned.strategy.impl
-        planned = attrs.evolve(
-            planned, strategy=attrs.evolve(planned.strategy, impl="mtb_core.testing.stage:make_strategy")
-        )
+        planned = attrs.evolve(planned, strategy=attrs.evolve(planned.strategy, impl="mtb_kit.stage:make_strategy"))
         return RankWork(planned, impl, asked.probes, asked.states, folder, DEADLINE_S, self._debug)
 
     def _on_standing_ranks(self, asked: Episode, folder: Path) -> Ending | None:

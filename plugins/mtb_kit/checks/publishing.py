@@ -14,13 +14,13 @@ from mtb_core.ckpt import catalog
 from mtb_core.ckpt.layout import READY, step_name
 from mtb_core.ckpt.publish import RANK_POINTS
 from mtb_core.ckpt.verify import verify_checkpoint
-from mtb_core.testing.checking import check
-from mtb_core.testing.checks.checkpoints import EVENTFUL, saving
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_checkpoints import Draws, HoldWriter, KillInSave, WatchFolder, incompleteness, start_note
-from mtb_core.testing.saved import checkpoint_of, opened, stored
-from mtb_core.testing.states import Mismatch, Whole, equal_bitwise
+from mtb_kit.checking import check
+from mtb_kit.checks.checkpoints import EVENTFUL, saving
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes_checkpoints import Draws, HoldWriter, KillInSave, WatchFolder, incompleteness, start_note
+from mtb_kit.saved import checkpoint_of, opened, stored
+from mtb_kit.states import Mismatch, Whole, equal_bitwise
 
 
 def _held_up(lab: Lab, ranks: int) -> Run:

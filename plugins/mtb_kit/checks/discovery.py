@@ -17,10 +17,10 @@ from mtb_core.api.options import describe_options, parse_options
 from mtb_core.api.strategy import Strategy
 from mtb_core.registry.entry_points import installed
 from mtb_core.registry.run_hooks import Hooks
-from mtb_core.testing.checking import OVERDECLARED, check
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab
-from mtb_core.testing.states import Mismatch
+from mtb_kit.checking import OVERDECLARED, check
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab
+from mtb_kit.states import Mismatch
 
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 _MODES = ("every", "last")

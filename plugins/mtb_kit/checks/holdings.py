@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mtb_core.testing.checking import check
-from mtb_core.testing.checks.parity import training
-from mtb_core.testing.checks.processes import LIVING, watched
-from mtb_core.testing.lab import Lab
-from mtb_core.testing.probes_tensors import ROOM, Held
-from mtb_core.testing.states import Mismatch
+from mtb_kit.checking import check
+from mtb_kit.checks.parity import training
+from mtb_kit.checks.processes import LIVING, watched
+from mtb_kit.lab import Lab
+from mtb_kit.probes_tensors import ROOM, Held
+from mtb_kit.states import Mismatch
 
 #: Of the optimizer's state, which every sharded strategy shares.
 OPTIMIZER_SHARE = 0.8

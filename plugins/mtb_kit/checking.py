@@ -211,7 +211,7 @@ def check(
 def all_checks() -> Sequence[Check]:
     """Every check of the kit, in order."""
     for module in _MODULES:
-        import_module(f"mtb_core.testing.checks.{module}")
+        import_module(f"mtb_kit.checks.{module}")
     return sorted(_checks, key=lambda c: _GROUPS.index(c.name.partition(".")[0]))
 
 

@@ -21,13 +21,13 @@ from mtb_core.api.work import Shards
 from mtb_core.ckpt.layout import parse_json
 from mtb_core.measure.result import Result
 from mtb_core.registry.run_hooks import Hooks
-from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.checks.counting import reporting
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_processes import Groups, HookCalls, Leftovers, Surroundings
-from mtb_core.testing.probes_tensors import Living
-from mtb_core.testing.states import Mismatch, equal_bitwise
+from mtb_kit.checking import Skip, check
+from mtb_kit.checks.counting import reporting
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes_processes import Groups, HookCalls, Leftovers, Surroundings
+from mtb_kit.probes_tensors import Living
+from mtb_kit.states import Mismatch, equal_bitwise
 
 #: Steps after which `watched` notes the tensors that are alive.
 LIVING = (2, 4)

@@ -7,13 +7,13 @@ import math
 
 import torch
 
-from mtb_core.testing.checking import check
-from mtb_core.testing.checks.parity import TOLERANCE, sgd, training
-from mtb_core.testing.episodes import Episode, episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes import Inputs
-from mtb_core.testing.stage import RankTrace
-from mtb_core.testing.states import Mismatch, Whole
+from mtb_kit.checking import check
+from mtb_kit.checks.parity import TOLERANCE, sgd, training
+from mtb_kit.episodes import Episode, episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes import Inputs
+from mtb_kit.stage import RankTrace
+from mtb_kit.states import Mismatch, Whole
 
 #: Too small for any weight to change, so that what is reported must be right for strategies that are not exact too.
 _STILL = 1e-30

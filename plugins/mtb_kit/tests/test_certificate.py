@@ -1,11 +1,11 @@
-"""Tests of mtb_core.testing.certificate: which of many failures to look at first."""
+"""Tests of mtb_kit.certificate: which of many failures to look at first."""
 
 import pytest
 
 from mtb_core.registry.discovery import discover
-from mtb_core.testing.certificate import Certificate
-from mtb_core.testing.checking import Outcome, cases, likely_cause
-from mtb_core.testing.lab import Lab
+from mtb_kit.certificate import Certificate
+from mtb_kit.checking import Outcome, cases, likely_cause
+from mtb_kit.lab import Lab
 
 
 def outcomes(*failed, sizes=(1, 2)):

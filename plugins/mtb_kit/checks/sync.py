@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from mtb_core.measure.collectives import Collective
-from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.checks.parity import GRADIENT_TOLERANCE, PLAIN_SGD, gradients, sgd
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes import RaiseInSyncContext
-from mtb_core.testing.stage import MicroTrace, RankTrace
-from mtb_core.testing.states import Mismatch, equal_within
+from mtb_kit.checking import Skip, check
+from mtb_kit.checks.parity import GRADIENT_TOLERANCE, PLAIN_SGD, gradients, sgd
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes import RaiseInSyncContext
+from mtb_kit.stage import MicroTrace, RankTrace
+from mtb_kit.states import Mismatch, equal_within
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 MICRO_BATCHES = 4

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.checks.parity import TOLERANCE, gradients, same_losses, sgd, training
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes import Forwards, Modes
-from mtb_core.testing.probes_tensors import BufferMeans
-from mtb_core.testing.states import Mismatch, comparable, equal_bitwise, equal_within, same_keys
+from mtb_kit.checking import Skip, check
+from mtb_kit.checks.parity import TOLERANCE, gradients, same_losses, sgd, training
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes import Forwards, Modes
+from mtb_kit.probes_tensors import BufferMeans
+from mtb_kit.states import Mismatch, comparable, equal_bitwise, equal_within, same_keys
 
 #: What weight decay takes from a weight in four steps, with some room.
 DECAY = 2e-3

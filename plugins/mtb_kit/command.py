@@ -15,17 +15,27 @@ from typing import TYPE_CHECKING
 import click
 
 from mtb_core.api.errors import EXIT_CHECK_FAILED, EXIT_OK, ConfigError, RunFailed
+from mtb_core.cli.options import key_values
+from mtb_core.cli.root import warn
 from mtb_core.measure.outputs import check_output
 from mtb_core.registry.discovery import discover, warn_failed
 
-from .options import key_values
-from .root import warn
-
 if TYPE_CHECKING:
-    from mtb_core.testing.certificate import Certificate
-    from mtb_core.testing.checking import Outcome
+    from mtb_kit.certificate import Certificate
+    from mtb_kit.checking import Outcome
 
 
+@click.command()
+@click.argument("name")
+@click.option("--strategy-opt", multiple=True, metavar="KEY=VALUE", help="Option of the strategy.")
+@click.option("--nproc", multiple=True, type=int, metavar="N", help="Check at N ranks. [default: 1, 2 and 3]")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Run these checks: parity, 'sync.*', '*@3', …")
+@click.option("--last-failed", is_flag=True, help="Run what failed the last time.")
+@click.option("--debug-rank", type=int, metavar="N", help="Open a debugger in rank N, at prepare and at errors.")
+@click.option("--list", "list_only", is_flag=True, help="List the checks and run none.")
+@click.option("--json", "as_json", is_flag=True, help="Print the certificate as one JSON document on stdout.")
+@click.option("--output", metavar="FILE", help="Write the JSON document here too.")
+@click.option("--quiet", is_flag=True, help="No progress on stderr.")
 def check(
     name: str,
     *,
@@ -39,7 +49,11 @@ def check(
     output: str | None,
     quiet: bool,
 ) -> int:
-    """What the command does; returns its exit code."""
+    """Check strategy NAME: does it train, save and fail as the contract says.
+
+    Runs short trainings on real ranks with gloo and compares them with `single`. Prints a certificate; the exit code
+    is 1 if a check failed.
+    """
     registry = discover()
     warn_failed(registry, warn)
     info = registry.strategy(name)
@@ -50,10 +64,10 @@ def check(
 
     if output is not None:
         check_output(output)
-    from mtb_core.testing import checking  # noqa: PLC0415  (imports torch; the help must not)
-    from mtb_core.testing.certificate import Certificate  # noqa: PLC0415
-    from mtb_core.testing.debugging import Terminal  # noqa: PLC0415
-    from mtb_core.testing.lab import Lab  # noqa: PLC0415
+    from mtb_kit import checking  # noqa: PLC0415  (imports torch; the help must not)
+    from mtb_kit.certificate import Certificate  # noqa: PLC0415
+    from mtb_kit.debugging import Terminal  # noqa: PLC0415
+    from mtb_kit.lab import Lab  # noqa: PLC0415
 
     options = key_values(strategy_opt, "--strategy-opt")
     terminal = None if debug_rank is None else Terminal.here(debug_rank)
@@ -90,7 +104,7 @@ def check(
 @contextmanager
 def _ending_at_signals() -> Iterator[None]:
     """SIGTERM and SIGUSR1 between two episodes end the command as they do in one (Ctrl-C does so by itself)."""
-    from mtb_core.testing.lab import Stopped  # noqa: PLC0415
+    from mtb_kit.lab import Stopped  # noqa: PLC0415
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise Stopped(signal.Signals(number).name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtb_core.testing import Capabilities, StrategyConformance
+from mtb_kit import Capabilities, StrategyConformance
 
 
 class TestSingle(StrategyConformance):

@@ -2,17 +2,16 @@
 
 import json
 
+import kit_strategies as kit
 import pytest
 import torch
 
 from mtb_core.api.descriptions import StrategyInfo
 from mtb_core.api.values import OptimizerRecipe
 from mtb_core.config import TrainConfig
-from mtb_core.testing.episodes import episode
-from mtb_core.testing.lab import Lab
 from mtb_core.train.optim import described_groups
-
-from . import kit_strategies as kit
+from mtb_kit.episodes import episode
+from mtb_kit.lab import Lab
 
 
 def test_groups_are_described_by_the_recipe(tmp_path):

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from mtb_core.ckpt.loading import owner_of
-from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.checks.parity import TOLERANCE, training
-from mtb_core.testing.episodes import Episode, episode
-from mtb_core.testing.lab import Lab, Run
-from mtb_core.testing.probes_checkpoints import Draws
-from mtb_core.testing.saved import checkpoint_of, described, opened, same_parts, stored
-from mtb_core.testing.states import Mismatch, Whole, comparable, equal_bitwise, equal_within
+from mtb_kit.checking import Skip, check
+from mtb_kit.checks.parity import TOLERANCE, training
+from mtb_kit.episodes import Episode, episode
+from mtb_kit.lab import Lab, Run
+from mtb_kit.probes_checkpoints import Draws
+from mtb_kit.saved import checkpoint_of, described, opened, same_parts, stored
+from mtb_kit.states import Mismatch, Whole, comparable, equal_bitwise, equal_within
 
 #: Dropout, accumulation, clipping and a schedule, so that a resumed run has everything to get wrong.
 EVENTFUL: Mapping[str, Any] = {

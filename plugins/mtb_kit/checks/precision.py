@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mtb_core.testing.checking import Skip, check
-from mtb_core.testing.checks.parity import sgd, training
-from mtb_core.testing.lab import Lab
-from mtb_core.testing.states import Mismatch
+from mtb_kit.checking import Skip, check
+from mtb_kit.checks.parity import sgd, training
+from mtb_kit.lab import Lab
+from mtb_kit.states import Mismatch
 
 
 @check(

@@ -1,0 +1,32 @@
+"""The conformance kit: whether a strategy plugin is right. See ``docs/conformance.md``.
+
+`StrategyConformance` is the base class for a plugin's own tests, `Capabilities` what its author declares beside the
+plan, `ESSENTIAL` and `NUMBERS` are selections of checks; the same checks run as ``mtb plugins check NAME``. Besides:
+`recording`, `held`, `launches`, `live` and `examples`, for tests of strategies and sinks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .capabilities import Capabilities
+    from .checking import ESSENTIAL, NUMBERS
+    from .conformance import StrategyConformance
+
+__all__ = ["ESSENTIAL", "NUMBERS", "Capabilities", "StrategyConformance"]
+
+_LAZY = {
+    "ESSENTIAL": ".checking",
+    "NUMBERS": ".checking",
+    "Capabilities": ".capabilities",
+    "StrategyConformance": ".conformance",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    msg = f"module 'mtb_kit' has no attribute {name!r}"
+    raise AttributeError(msg)
