@@ -41,6 +41,7 @@ PLUGINS = (
     "mtb_dcp",
     "mtb_guards",
     "mtb_kit",
+    "mtb_launcher",
     "mtb_profile",
     "mtb_report",
     "mtb_sinks",

@@ -162,6 +162,15 @@ class FormatInfo:
 
 
 @attrs.frozen
+class LauncherInfo:
+    """Starts ranks; `impl` is a function ``(spec: LaunchSpec) -> LaunchOutcome``, see `mtb_core.launch`."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
 class DoctorCheck:
     """A check of ``mtb doctor``; `impl` is a function ``() -> DoctorResult``."""
 

@@ -28,6 +28,7 @@ from .descriptions import (
     DatasetInfo,
     DoctorCheck,
     FormatInfo,
+    LauncherInfo,
     ModelInfo,
     OptimizerInfo,
     RunPluginInfo,
@@ -87,6 +88,10 @@ class DiscoverySpecs:
     @hookspec
     def mtb_checkpoint_formats(self) -> Sequence[FormatInfo]:  # type: ignore[empty-body]
         """Checkpoint formats, for ``--checkpoint-format`` and for whatever reads a checkpoint of that format."""
+
+    @hookspec
+    def mtb_launchers(self) -> Sequence[LauncherInfo]:  # type: ignore[empty-body]
+        """Launchers for ``--launcher``."""
 
     @hookspec
     def mtb_doctor_checks(self) -> Sequence[DoctorCheck]:  # type: ignore[empty-body]

@@ -21,6 +21,7 @@ from mtb_core.api import (
     DatasetInfo,
     DoctorCheck,
     FormatInfo,
+    LauncherInfo,
     ModelInfo,
     OptimizerInfo,
     PluginError,
@@ -56,6 +57,7 @@ class Registry:
     optimizers: Mapping[str, OptimizerInfo]
     schedules: Mapping[str, ScheduleInfo]
     checkpoint_formats: Mapping[str, FormatInfo]
+    launchers: Mapping[str, LauncherInfo]
     doctor_checks: Mapping[str, DoctorCheck]
 
     def plugins_in_use(self) -> list[tuple[str, str]]:
@@ -107,6 +109,14 @@ class Registry:
     def checkpoint_format(self, name: str) -> FormatInfo:
         """The checkpoint format `name`."""
         return self._find("checkpoint_formats", name)  # type: ignore[no-any-return]
+
+    def launcher(self, name: str) -> LauncherInfo:
+        """The launcher `name`."""
+        if not self.launchers:
+            raise PluginError(
+                "Ranks cannot be started, for no launcher is installed. Install mtb-launcher, or start the ranks with torchrun."
+            )
+        return self._find("launchers", name)  # type: ignore[no-any-return]
 
     def _find(self, plural: str, name: str) -> Any:
         known = getattr(self, plural)
