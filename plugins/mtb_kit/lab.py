@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import tempfile
@@ -395,6 +396,7 @@ class Lab:
 
 
 def _on_fresh_ranks(asked: Episode, work: RankWork) -> Ending:
+    gc.collect()  # Leftovers looks through all that a forked rank inherits; what is garbage here must not end there
     log: dict[int, list[str]] = {}
     outcome = launch(
         LaunchSpec(
