@@ -16,16 +16,15 @@ from typing import Any
 import attrs
 
 from mtb_core.api.errors import ConfigError
+from mtb_core.api.evidence import Evidence
 from mtb_core.api.layout import World
 from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
 from mtb_core.launch.logs import rank_log
 from mtb_core.launch.worker import Worker, alone, attach, external_launcher, world_of
-from mtb_core.measure.audit import ADDRESS, HOME_FOLDER, HOST, audit_folder
-from mtb_core.measure.environment import environment, provenance, redact
 from mtb_core.measure.outputs import check_output
+from mtb_core.measure.redaction import redact
 from mtb_core.measure.result import Result
-from mtb_core.measure.validity import formal_obstacles
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
@@ -58,11 +57,12 @@ def run(
     external = external_launcher() is not None
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
     planned = plan_run(config, registry, world)
+    evidence = registry.make_evidence()
     if config.output is not None:
         read = (config.data, config.eval_data, config.model.partition(":")[0])
         check_output(config.output, inputs=[place for place in read if place is not None])
-    if config.formal:
-        _check_formal()
+    if config.formal and (obstacles := evidence.obstacles(sys.argv)):
+        raise ConfigError(f"--formal cannot begin: {'; '.join(obstacles)}.")
     check_network(config)
     several_nodes = config.max_nodes > 1
     nothing = nothing_left(planned)
@@ -79,30 +79,25 @@ def run(
         if nothing is not None:
             display.message(f"{nothing[0].upper()}{nothing[1:]}.")
         if nothing is not None and alike:
-            result = idle_result(planned, payload.argv, nothing)
+            result = idle_result(planned, payload.argv, nothing, evidence)
         else:
             run_it = partial(_run_here, external=external) if here else _launch
-            result = run_it(payload, planned, display)
+            failed = partial(_failed, payload, planned, evidence)
+            result = run_it(payload, display, failed)
         if reports_here():
-            result = _audited(result, payload.folder, display.warning)
+            result = _audited(result, evidence, payload.folder, display.warning)
     measured_before = nothing is not None and config.output is not None and Path(config.output).is_file()
     if config.output is not None and not measured_before and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
 
 
-def _audited(result: Result, folder: Path | None, warn: Callable[[str], None]) -> Result:
-    """`result`, marked as not publishable if the records of the run tell who ran it or where.
-
-    The ranks' output is not searched: it is the user's own. A path or endpoint in ``config.toml`` that has a host's name
-    or address in it, or another user's home, is needed to run it again.
-    """
+def _audited(result: Result, evidence: Evidence, folder: Path | None, warn: Callable[[str], None]) -> Result:
+    """`result`, marked as not publishable if the records of the run tell who ran it or where."""
     place = folder if folder is not None else Path(result.run_dir or "").expanduser()
     if result.run_dir is None or not (place / "result.json").is_file():
         return result
-    found = audit_folder(place, skip=("logs", "trace", "hang"))
-    found["config.toml"] = [kind for kind in found.get("config.toml", ()) if kind not in (HOME_FOLDER, HOST, ADDRESS)]
-    reasons = [f"{file} tells who ran it or where ({', '.join(kinds)})" for file, kinds in found.items() if kinds]
+    reasons = list(evidence.audit(place))
     if not reasons:
         return result
     warn(
@@ -114,12 +109,6 @@ def _audited(result: Result, folder: Path | None, warn: Callable[[str], None]) -
     return marked
 
 
-def _check_formal() -> None:
-    obstacles = formal_obstacles(provenance(sys.argv))
-    if obstacles:
-        raise ConfigError(f"--formal cannot begin: {'; '.join(obstacles)}.")
-
-
 def reports_here() -> bool:
     """Whether this process is the one that talks to people: of external ranks, rank 0."""
     return external_launcher() is None or _external_rank() == 0
@@ -129,7 +118,7 @@ def _external_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def _run_here(payload: Payload, planned: Planned, display: Display, *, external: bool) -> Result:
+def _run_here(payload: Payload, display: Display, failed: Callable[..., Result], *, external: bool) -> Result:
     """This process is a rank."""
     with ExitStack() as stack:
         worker: Worker = stack.enter_context(attach() if external else alone())
@@ -144,10 +133,10 @@ def _run_here(payload: Payload, planned: Planned, display: Display, *, external:
                 log = rank_log(payload.folder / "logs", worker.rank)
                 log.parent.mkdir(exist_ok=True)
                 log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
-            return _failed(payload, planned, failure, "failed", 0, _log_dir(payload))
+            return failed(failure, "failed", 0, _log_dir(payload))
 
 
-def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
+def _launch(payload: Payload, display: Display, failed: Callable[..., Result]) -> Result:
     """Start ranks through torch's elastic agent and wait for them."""
     from mtb_core.launch.elastic import LaunchSpec, launch  # noqa: PLC0415  (imports torch)
 
@@ -172,7 +161,7 @@ def _launch(payload: Payload, planned: Planned, display: Display) -> Result:
         )
     )
     if not outcome.values:
-        return _failed(payload, planned, outcome.failure, outcome.exit_reason, outcome.restarts, logs)
+        return failed(outcome.failure, outcome.exit_reason, outcome.restarts, logs)
     result = Result.from_json(next(iter(outcome.values.values())))
     if payload.folder is None and config.run_dir is None and result.run_dir is not None:
         _move(logs, Path(result.run_dir).expanduser() / "logs")
@@ -207,6 +196,7 @@ def _sentence(text: str) -> str:
 def _failed(
     payload: Payload,
     planned: Planned,
+    evidence: Evidence,
     failure: Failure | None,
     exit_reason: str,
     restarts: int,
@@ -227,10 +217,9 @@ def _failed(
         samples_seen=last.get("samples_seen", 0),
         tokens_seen=last.get("tokens_seen", 0),
         runtime={"resumed": False, "restarts": restarts, "seed": payload.config.seed},
-        environment=environment(),
         plugins=[{"name": name, "version": version} for name, version in planned.registry.plugins_in_use()],
-        provenance=provenance(payload.argv),
         performance_invalid_reasons=[f"the run ended early: {exit_reason}"],
+        **evidence.origin(payload.argv),
     )
     if payload.folder is not None:
         result.write(payload.folder / "result.json")

@@ -27,6 +27,7 @@ from .descriptions import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    EvidenceInfo,
     FormatInfo,
     ModelInfo,
     OptimizerInfo,
@@ -87,6 +88,10 @@ class DiscoverySpecs:
     @hookspec
     def mtb_checkpoint_formats(self) -> Sequence[FormatInfo]:  # type: ignore[empty-body]
         """Checkpoint formats, for ``--checkpoint-format`` and for whatever reads a checkpoint of that format."""
+
+    @hookspec
+    def mtb_evidence(self) -> Sequence[EvidenceInfo]:  # type: ignore[empty-body]
+        """What says of every run where its figures come from and whether they hold. One of all plugins at most."""
 
     @hookspec
     def mtb_doctor_checks(self) -> Sequence[DoctorCheck]:  # type: ignore[empty-body]
