@@ -163,7 +163,7 @@ class FormatInfo:
 
 @attrs.frozen
 class EvidenceInfo:
-    """What vouches for the figures of runs; `impl` is a subclass of `Evidence`, made as ``Class()``."""
+    """A way to vouch for the figures of runs; `impl` is a subclass of `Evidence`, made as ``Class()``."""
 
     name: str
     help: str

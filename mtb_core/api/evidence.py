@@ -1,4 +1,4 @@
-"""What vouches for the figures of a run; a plugin provides it, and core gets by without."""
+"""Evidence for the figures of a run: a plugin provides it, and core gets by without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNKNOWN = (
 
 
 class Evidence:
-    """Says of a run where and from what code its figures come, and whether they hold. Base class for plugins.
+    """Vouch for a run: where and from what code its figures come, and whether they hold. Base class for plugins.
 
     Core makes one object, without arguments, in the process that starts a run, and one on each rank before its first
     trial. An object lives until the run ends there. An exception of a method ends the run.
@@ -53,7 +53,7 @@ class Evidence:
         return {"performance_valid": False, "performance_invalid_reasons": [*reasons, _UNKNOWN]}
 
     def audit(self, folder: Path) -> Sequence[str]:  # noqa: ARG002
-        """What the records of the ended run in `folder` tell that must not be handed on, in words, file by file.
+        """Find what the records of the ended run in `folder` tell that must not be handed on, in words, file by file.
 
         Called by the process that started the run, and of external ranks by rank 0. Each text makes the result not
         publishable.

@@ -91,7 +91,7 @@ class DiscoverySpecs:
 
     @hookspec
     def mtb_evidence(self) -> Sequence[EvidenceInfo]:  # type: ignore[empty-body]
-        """What says of every run where its figures come from and whether they hold. One of all plugins at most."""
+        """Evidence for every run: where its figures come from, and whether they hold. One of all plugins may have it."""
 
     @hookspec
     def mtb_doctor_checks(self) -> Sequence[DoctorCheck]:  # type: ignore[empty-body]

@@ -68,6 +68,7 @@ def test_list_json(install, capsys):
         "checkpoint_formats": [],
         "optimizers": [],
         "schedules": [],
+        "evidence": [],
         "doctor_checks": [],
     }
     assert set(rows["core"]) == set(rows["shine"])

@@ -1,4 +1,4 @@
-"""Whether something that is written tells who ran it and where: names of hosts, GPUs' UUIDs, proxies, credentials, homes.
+"""Finds in what is written who ran it and where: names of hosts, GPUs' UUIDs, proxies, credentials, homes.
 
 The last line of defence: what is recorded has been cleaned before (`mtb_core.redact`); this finds what slipped through.
 """

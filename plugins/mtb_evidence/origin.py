@@ -1,4 +1,4 @@
-"""Where a run took place and what exactly was run: enough to repeat it, nothing that identifies a person or machine.
+"""The place of a run and what exactly was run: enough to repeat it, nothing that identifies a person or machine.
 
 Never recorded: host names, addresses, GPU UUIDs, proxies, credentials, home folders. Environment variables are taken
 from a list of names, never all of them.

@@ -1,4 +1,4 @@
-"""What a training's result says of machine, code and validity: the class that core asks."""
+"""The evidence of a training, as core asks for it."""
 
 from __future__ import annotations
 
