@@ -42,6 +42,7 @@ PLUGINS = (
     "mtb_evidence",
     "mtb_guards",
     "mtb_kit",
+    "mtb_launcher",
     "mtb_profile",
     "mtb_report",
     "mtb_sinks",

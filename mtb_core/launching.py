@@ -7,20 +7,21 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.layout import Layout, World
 from mtb_core.api.values import Plan, RankContext
-from mtb_core.launch.worker import alone, attach, external_launcher, world_of
+from mtb_core.launch.spec import ExitReason, LaunchSpec, start_ranks
+from mtb_core.launch.worker import external_launcher, world_of
 from mtb_core.ranks.context import open_ranks
-from mtb_core.ranks.failures import Failure, failure_of
+from mtb_core.ranks.failures import Failure
 from mtb_core.ranks.network import check_interfaces
 from mtb_core.ranks.worker import Worker
+from mtb_core.registry.discovery import discover
 
-ExitReason = Literal["done", "stopped", "interrupted", "failed"]
 RanksMain = Callable[[Any, RankContext, Worker], Any]
 
 
@@ -97,9 +98,22 @@ def run_ranks(
     if chosen.size != world.size:
         raise ConfigError(f"The layout {dict(chosen.axes)} has {chosen.size} ranks, but there are {world.size}.")
     work = _Work(main, payload, chosen, device, backend, timeout)
-    if external or world.size == 1:
-        return _here(work, on_progress, external=external, debug=debug)
-    return _launched(work, nproc, start_method, on_progress, on_line, debug=debug)
+    here = external or world.size == 1
+    with tempfile.TemporaryDirectory(prefix=f"mtb-{os.getpid()}-") as logs:
+        outcome = start_ranks(
+            LaunchSpec(
+                entry=_on_rank,
+                payload=work,
+                nproc=nproc,
+                start_method=start_method,
+                log_dir=Path(logs),
+                on_line=on_line,
+                on_progress=on_progress,
+                debug=debug,
+            ),
+            None if here else discover().launcher("local"),
+        )
+    return RanksOutcome(outcome.exit_reason, outcome.values.get(0), outcome.failure)
 
 
 def _check_devices(device: str, backend: str, local_size: int) -> None:
@@ -126,45 +140,3 @@ def _check_devices(device: str, backend: str, local_size: int) -> None:
 def _on_rank(work: _Work, worker: Worker) -> Any:
     with open_ranks(worker, Plan(work.layout), device=work.device, backend=work.backend, timeout=work.timeout) as ctx:
         return work.main(work.payload, ctx, worker)
-
-
-def _here(
-    work: _Work, on_progress: Callable[[dict[str, Any]], None] | None, *, external: bool, debug: bool
-) -> RanksOutcome:
-    with attach() if external else alone() as worker:
-        try:
-            value = _on_rank(work, worker if on_progress is None else attrs.evolve(worker, progress=on_progress))
-        except (Exception, SystemExit) as error:
-            if external or debug:
-                raise
-            return RanksOutcome("failed", failure=failure_of(error, worker.rank))
-        stopped = worker.stop.requested
-        reason: ExitReason = "done" if stopped is None else "interrupted" if stopped == "SIGINT" else "stopped"
-        return RanksOutcome(reason, value if worker.rank == 0 else None)
-
-
-def _launched(
-    work: _Work,
-    nproc: int,
-    start_method: str,
-    on_progress: Callable[[dict[str, Any]], None] | None,
-    on_line: Callable[[int, str], None] | None,
-    *,
-    debug: bool,
-) -> RanksOutcome:
-    from mtb_core.launch.elastic import LaunchSpec, launch  # noqa: PLC0415  (imports torch)
-
-    with tempfile.TemporaryDirectory(prefix=f"mtb-{os.getpid()}-") as logs:
-        outcome = launch(
-            LaunchSpec(
-                entry=_on_rank,
-                payload=work,
-                nproc=nproc,
-                start_method=start_method,
-                log_dir=Path(logs),
-                on_line=on_line,
-                on_progress=on_progress,
-                debug=debug,
-            )
-        )
-    return RanksOutcome(outcome.exit_reason, outcome.values.get(0), outcome.failure)

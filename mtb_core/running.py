@@ -8,24 +8,24 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from mtb_core.api.descriptions import LauncherInfo
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.evidence import Evidence
 from mtb_core.api.layout import World
 from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
-from mtb_core.launch.logs import rank_log
-from mtb_core.launch.worker import Worker, alone, attach, external_launcher, world_of
+from mtb_core.launch.spec import LaunchSpec, rank_log, start_ranks
+from mtb_core.launch.worker import external_launcher, world_of
 from mtb_core.measure.outputs import check_output
 from mtb_core.measure.redaction import redact
 from mtb_core.measure.result import Result
-from mtb_core.ranks.failures import Failure, failure_of
+from mtb_core.ranks.failures import Failure
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
 from mtb_core.train.checkpointing import newest_published
@@ -54,6 +54,8 @@ def run(
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and config.checkpoint_dir and config.resume is None:
         config = attrs.evolve(config, resume="auto")  # torchrun starts the same command again
     registry = discover(disabled=config.no_plugin)
+    if config.nproc > 1 or config.launcher != "local":
+        registry.launcher(config.launcher)  # an unknown one is refused now
     external = external_launcher() is not None
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
     planned = plan_run(config, registry, world)
@@ -81,9 +83,8 @@ def run(
         if nothing is not None and alike:
             result = idle_result(planned, payload.argv, nothing, evidence)
         else:
-            run_it = partial(_run_here, external=external) if here else _launch
-            failed = partial(_failed, payload, planned, evidence)
-            result = run_it(payload, display, failed)
+            launcher = None if here else registry.launcher(config.launcher)
+            result = _on_ranks(payload, planned, evidence, display, launcher)
         if reports_here():
             result = _audited(result, evidence, payload.folder, display.warning)
     measured_before = nothing is not None and config.output is not None and Path(config.output).is_file()
@@ -118,31 +119,13 @@ def _external_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def _run_here(payload: Payload, display: Display, failed: Callable[..., Result], *, external: bool) -> Result:
-    """This process is a rank."""
-    with ExitStack() as stack:
-        worker: Worker = stack.enter_context(attach() if external else alone())
-        worker = attrs.evolve(worker, progress=display.progress)
-        try:
-            return Result.from_json(rank_main(payload, worker))
-        except (Exception, SystemExit) as error:
-            if external or payload.config.debug:
-                raise
-            failure = failure_of(error, worker.rank)
-            if payload.folder is not None:
-                log = rank_log(payload.folder / "logs", worker.rank)
-                log.parent.mkdir(exist_ok=True)
-                log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
-            return failed(failure, "failed", 0, _log_dir(payload))
-
-
-def _launch(payload: Payload, display: Display, failed: Callable[..., Result]) -> Result:
-    """Start ranks through torch's elastic agent and wait for them."""
-    from mtb_core.launch.elastic import LaunchSpec, launch  # noqa: PLC0415  (imports torch)
-
+def _on_ranks(
+    payload: Payload, planned: Planned, evidence: Evidence, display: Display, launcher: LauncherInfo | None
+) -> Result:
+    """Train on this process's rank, or on those that `launcher` starts."""
     config = payload.config
     logs = _log_dir(payload)
-    outcome = launch(
+    outcome = start_ranks(
         LaunchSpec(
             entry=rank_main,
             payload=payload,
@@ -158,12 +141,13 @@ def _launch(payload: Payload, display: Display, failed: Callable[..., Result]) -
             on_restart=partial(_tell_restart, display),
             on_warning=display.warning,
             debug=config.debug,
-        )
+        ),
+        launcher,
     )
     if not outcome.values:
-        return failed(outcome.failure, outcome.exit_reason, outcome.restarts, logs)
+        return _failed(payload, planned, evidence, outcome.failure, outcome.exit_reason, outcome.restarts, logs)
     result = Result.from_json(next(iter(outcome.values.values())))
-    if payload.folder is None and config.run_dir is None and result.run_dir is not None:
+    if payload.folder is None and config.run_dir is None and result.run_dir is not None and logs.is_dir():
         _move(logs, Path(result.run_dir).expanduser() / "logs")
     return result
 

@@ -107,9 +107,7 @@ def test_the_plugin_of_the_page_conforms(site: Path) -> None:
 
 def block_of_tests() -> str:
     """The class with which docs/conformance.md has the plugin tested."""
-    (block,) = re.findall(
-        r"^```python\n(from mtb_core\.testing.*?)^```", TESTS_PAGE.read_text(encoding="utf-8"), _WHOLE
-    )
+    (block,) = re.findall(r"^```python\n(from mtb_kit.*?)^```", TESTS_PAGE.read_text(encoding="utf-8"), _WHOLE)
     return block
 
 
@@ -135,6 +133,18 @@ def test_the_tests_of_the_plugin_pass(site: Path) -> None:
     (site / "test_sumall.py").write_text(block_of_tests())
     told = python(site, "pytest", "-q", "-p", "no:cacheprovider", "test_sumall.py", timeout_s=1700)
     assert re.search(r"^\d+ passed", told, re.MULTILINE), told
+
+
+def test_the_launcher_of_the_page(site: Path) -> None:
+    """It starts ranks that train to the bits of the launcher `local`."""
+    common = [*SMALL.split(), "--quiet", "--json"]
+    losses = [
+        json.loads(
+            mtb(site, "train", *common, "--strategy", "ddp", "--nproc", "2", "--run-dir", name, "--launcher", name)
+        )["loss"]
+        for name in ("pool", "local")
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_the_checkpoint_format_of_the_page(site: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import mtb_core
 import mtb_core.ckpt
+import mtb_core.launch
 
 ROOT = Path(__file__).parent.parent
 CORE = ROOT / "mtb_core"
@@ -128,12 +129,12 @@ def declared(folder: Path) -> set[str]:
 def forbidden(folder: Path, own: str, depends_on: set[str], *, within: Path = ROOT) -> list[str]:
     """Imports that the plugin `own`, which declares that it depends on `depends_on`, may not have.
 
-    Allowed are core's public names, those of `mtb_core.ckpt` (for authors of checkpoint formats), and those of the
-    plugins that it declares. What is released in step with core may import anything of core.
+    Allowed are core's public names, those of `mtb_core.ckpt` and `mtb_core.launch` (for authors of checkpoint formats
+    and launchers), and those of the plugins that it declares. What is released in step with core may import anything of core.
     """
     public = {
         f"{package}.{name}"
-        for package in {"mtb_core", "mtb_core.ckpt", *depends_on}
+        for package in {"mtb_core", "mtb_core.ckpt", "mtb_core.launch", *depends_on}
         for name in importlib.import_module(package).__all__
     }
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -306,6 +307,31 @@ def test_threads_of_the_first_backward_are_not_the_runs(monkeypatch: pytest.Monk
     over.set()
     started[0].join()
     assert trace.notes["threads"] == {}
+
+
+class Garbage:
+    """Waits in a circle until it is collected, and notes in which process that was."""
+
+    def __init__(self, folder: Path) -> None:
+        self.itself, self.folder = self, folder
+
+    def __del__(self) -> None:
+        (self.folder / str(os.getpid())).touch()
+
+
+def test_ranks_collect_no_garbage_of_the_laboratory(tmp_path: Path) -> None:
+    """A thread or group that is garbage here would wait for ever where it is collected in a forked rank."""
+    import torch.distributed.tensor  # noqa: F401  (whose caches are cleared)
+
+    with Lab(REPLICATED, world_sizes=(2,)) as lab:
+        gc.disable()
+        try:
+            Garbage(tmp_path)
+            watched(lab, 2)
+        finally:
+            gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_infinity_of_one_copy_stops_all_ranks() -> None:

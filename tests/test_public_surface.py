@@ -22,6 +22,7 @@ import pytest
 
 import mtb_core
 import mtb_core.ckpt
+import mtb_core.launch
 from mtb_core.builtin.plugin import mtb_commands
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -39,10 +40,11 @@ def compare(name: str, lines: list[str]) -> None:
 
 
 def test_public_names() -> None:
-    """`mtb_core.__all__`, and what authors of checkpoint formats import, are what they were; every name exists."""
-    formats = [f"ckpt.{name}" for name in sorted(mtb_core.ckpt.__all__)]
-    compare("names.txt", [*sorted(mtb_core.__all__), *formats])
-    for package in (mtb_core, mtb_core.ckpt):
+    """`mtb_core.__all__`, and what authors of checkpoint formats and launchers import, are what they were; every name exists."""
+    special = [f"ckpt.{name}" for name in sorted(mtb_core.ckpt.__all__)]
+    special += [f"launch.{name}" for name in sorted(mtb_core.launch.__all__)]
+    compare("names.txt", [*sorted(mtb_core.__all__), *special])
+    for package in (mtb_core, mtb_core.ckpt, mtb_core.launch):
         for name in package.__all__ * 2:  # twice: importing a submodule binds its name in the package
             hidden = inspect.ismodule(getattr(package, name))
             assert not hidden, f"{package.__name__}.{name} is hidden by a module of that name"
@@ -51,7 +53,7 @@ def test_public_names() -> None:
 def test_what_plugins_offer_each_other() -> None:
     """Public names of the plugins that others build on, with their signatures and methods, are what they were."""
     lines = []
-    for package in ("mtb_ddp", "mtb_fsdp"):
+    for package in ("mtb_ddp", "mtb_fsdp", "mtb_launcher"):
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
             value = getattr(module, name)

@@ -162,6 +162,15 @@ class FormatInfo:
 
 
 @attrs.frozen
+class LauncherInfo:
+    """Starts ranks; `impl` is a function ``(spec: LaunchSpec) -> LaunchOutcome``, see `mtb_core.launch`."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
 class EvidenceInfo:
     """A way to vouch for the figures of runs; `impl` is a subclass of `Evidence`, made as ``Class()``."""
 

@@ -29,6 +29,7 @@ from .descriptions import (
     DoctorCheck,
     EvidenceInfo,
     FormatInfo,
+    LauncherInfo,
     ModelInfo,
     OptimizerInfo,
     RunPluginInfo,
@@ -88,6 +89,10 @@ class DiscoverySpecs:
     @hookspec
     def mtb_checkpoint_formats(self) -> Sequence[FormatInfo]:  # type: ignore[empty-body]
         """Checkpoint formats, for ``--checkpoint-format`` and for whatever reads a checkpoint of that format."""
+
+    @hookspec
+    def mtb_launchers(self) -> Sequence[LauncherInfo]:  # type: ignore[empty-body]
+        """Launchers for ``--launcher``."""
 
     @hookspec
     def mtb_evidence(self) -> Sequence[EvidenceInfo]:  # type: ignore[empty-body]

@@ -6,8 +6,6 @@ import datetime as dt
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import attrs
-
 from mtb_core.api.errors import MtbError, RunFailed
 from mtb_core.api.layout import Layout, World
 from mtb_core.api.values import RankContext
@@ -17,24 +15,16 @@ from .layout import DamagedCheckpoint
 T = TypeVar("T")
 
 
-@attrs.frozen
-class Trouble:
-    """Why a rank could not do its part, in a form that travels."""
-
-    rank: int
-    text: str
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Trouble:
-        """From an exception; path and errno of an `OSError` are spelled out."""
-        if isinstance(error, DamagedCheckpoint):
-            return cls(rank, f"{error.file}: {error.problem}")
-        if isinstance(error, MtbError):
-            return cls(rank, str(error).removesuffix("."))
-        if isinstance(error, OSError) and error.errno is not None:
-            where = f"{error.filename}: " if error.filename is not None else ""
-            return cls(rank, f"{where}{error.strerror} (errno {error.errno})")
-        return cls(rank, f"{type(error).__name__}: {error}")
+def text_of(error: BaseException) -> str:
+    """Why a rank could not do its part; path and errno of an `OSError` are spelled out."""
+    if isinstance(error, DamagedCheckpoint):
+        return f"{error.file}: {error.problem}"
+    if isinstance(error, MtbError):
+        return str(error).removesuffix(".")
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return f"{where}{error.strerror} (errno {error.errno})"
+    return f"{type(error).__name__}: {error}"
 
 
 class SaverGroup:
@@ -65,15 +55,15 @@ class SaverGroup:
             RunFailed: on all ranks if it failed on any: `what` happened, the first such rank and why, and `advice`.
         """
         result: T | None = None
-        trouble: Trouble | None = None
+        trouble: str | None = None
         try:
             result = action()
         except Exception as error:  # noqa: BLE001  (raised on all ranks below)
-            trouble = Trouble.of(self.rank, error)
+            trouble = text_of(error)
         everyone = self.gather((result, trouble))
-        first = next((t for _, t in everyone if t is not None), None)
-        if first is not None:
-            raise RunFailed(f"{what}: rank {first.rank}: {first.text}. {advice}".rstrip(), rank=first.rank)
+        for rank, (_, text) in enumerate(everyone):
+            if text is not None:
+                raise RunFailed(f"{what}: rank {rank}: {text}. {advice}".rstrip(), rank=rank)
         return [r for r, _ in everyone]  # type: ignore[misc]
 
     def agreed(self, what: str, action: Callable[[], T], *, advice: str = "") -> T:

@@ -14,7 +14,7 @@ from mtb_core.api.values import Piece, RankContext, State
 
 from . import files, publish
 from .entries import Chunk, Part, TensorEntry
-from .group import SaverGroup, Trouble
+from .group import SaverGroup, text_of
 from .image import Image, make_image
 from .layout import README, RNG_FOLDER, STATE, dump_json, rng_name
 from .manifest import FORMAT_VERSION, UNSAID, FileEntry, Manifest, check_sections, check_values
@@ -45,7 +45,7 @@ class Snapshot:
     state_json: bytes
     rng_json: bytes
     attachments: Mapping[str, tuple[Path, int]]
-    trouble: Trouble | None
+    trouble: str | None
 
 
 @attrs.frozen
@@ -163,7 +163,7 @@ class Saver:
             attachments = {n: (source, source.stat().st_size) for n, source in request.attachments.items()}
             self._fault_point("staged")
         except Exception as error:  # noqa: BLE001  (told to the other ranks when all have written)
-            trouble = Trouble.of(self._ctx.rank, error)
+            trouble = text_of(error)
         meta = {**request.meta, **self._meta, "format_version": FORMAT_VERSION, "step": request.step}
         meta["world_size"] = self._ctx.world_size
         return Snapshot(request.step, workspace, meta, state_json, rng_json, attachments, trouble)
@@ -191,7 +191,7 @@ class Saver:
     def _write(self, snapshot: Snapshot) -> dict[str, FileEntry]:
         """This rank's files, written and fsynced with their folders."""
         if snapshot.trouble is not None:
-            raise RunFailed(snapshot.trouble.text, rank=self._ctx.rank)
+            raise RunFailed(snapshot.trouble, rank=self._ctx.rank)
         assert self._prepared is not None
         root, rank, point = snapshot.workspace.path, self._ctx.rank, self._fault_point
         listed = {}

@@ -80,6 +80,9 @@ class TrainConfig:
     rdzv_endpoint: str | None = setting(
         None, RANKS, "Where nodes meet; needed for more than one node.", metavar="HOST:PORT", training=False
     )
+    launcher: str = setting(
+        "local", RANKS, "Starts the ranks: local, or one of a plugin.", metavar="NAME", training=False
+    )
     max_restarts: int = setting(
         0, RANKS, "Restarts of all workers after a failure before giving up.", minimum=0, training=False
     )

@@ -13,17 +13,6 @@ from mtb_core.api.layout import World
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.ranks.worker import Worker, available_cores
 
-__all__ = [
-    "Worker",
-    "alone",
-    "attach",
-    "available_cores",
-    "external_launcher",
-    "limit_threads",
-    "threads_for",
-    "world_of",
-]
-
 
 def external_launcher(environment: Mapping[str, str] | None = None) -> Literal["torchrun", "slurm"] | None:
     """Who started this process as a rank, judged by the environment; None: nobody, it is to launch its own ranks.

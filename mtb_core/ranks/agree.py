@@ -1,30 +1,17 @@
 """Agreement of all ranks on small host objects; every function here is called by all ranks, in the same order.
 
 With one rank they work without a process group. Objects travel over the group's CPU backend, so no device is waited
-for. Nobody raises alone: where one rank has an error, all raise.
+for.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import attrs
-
-from mtb_core.api.errors import ConfigError, RunFailed
+from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import RankContext
 
 T = TypeVar("T")
-
-
-@attrs.frozen
-class _Problem:
-    """An error in a form that survives the way to other ranks."""
-
-    rank: int
-    step: int | None
-    kind: str
-    message: str
-    config: bool
 
 
 def gather_objects(ctx: RankContext, value: T) -> list[T]:
@@ -63,31 +50,3 @@ def same_on_all(ctx: RankContext, label: str, value: Any) -> None:
                 "All ranks need the same installation, configuration and command; make them equal and start again."
             )
             raise RunFailed(msg, rank=rank)
-
-
-def all_ok(ctx: RankContext, error: BaseException | None = None) -> None:
-    """Go on only if every rank is well.
-
-    Raises:
-        BaseException: `error` itself, on the first rank that has one.
-        ConfigError, RunFailed: on all other ranks, naming that rank and its error.
-    """
-    problems = gather_objects(ctx, None if error is None else _problem(ctx, error))
-    first = next(((rank, p) for rank, p in enumerate(problems) if p is not None), None)
-    if first is None:
-        return
-    rank, problem = first
-    if error is not None and rank == ctx.rank:
-        raise error
-    if problem.config:
-        raise ConfigError(problem.message)
-    raise RunFailed(problem.message, rank=problem.rank, step=problem.step)
-
-
-def _problem(ctx: RankContext, error: BaseException) -> _Problem:
-    if isinstance(error, ConfigError):
-        return _Problem(ctx.rank, None, type(error).__name__, str(error), config=True)
-    if isinstance(error, RunFailed):
-        rank = ctx.rank if error.rank is None else error.rank
-        return _Problem(rank, error.step, type(error).__name__, str(error), config=False)
-    return _Problem(ctx.rank, None, type(error).__name__, f"{type(error).__name__}: {error}", config=False)

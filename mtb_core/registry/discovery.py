@@ -23,6 +23,7 @@ from mtb_core.api import (
     Evidence,
     EvidenceInfo,
     FormatInfo,
+    LauncherInfo,
     ModelInfo,
     OptimizerInfo,
     PluginError,
@@ -59,6 +60,7 @@ class Registry:
     optimizers: Mapping[str, OptimizerInfo]
     schedules: Mapping[str, ScheduleInfo]
     checkpoint_formats: Mapping[str, FormatInfo]
+    launchers: Mapping[str, LauncherInfo]
     evidence: Mapping[str, EvidenceInfo]
     doctor_checks: Mapping[str, DoctorCheck]
 
@@ -111,6 +113,14 @@ class Registry:
     def checkpoint_format(self, name: str) -> FormatInfo:
         """The checkpoint format `name`."""
         return self._find("checkpoint_formats", name)  # type: ignore[no-any-return]
+
+    def launcher(self, name: str) -> LauncherInfo:
+        """The launcher `name`."""
+        if not self.launchers:
+            raise PluginError(
+                "Ranks cannot be started, for no launcher is installed. Install mtb-launcher, or start the ranks with torchrun."
+            )
+        return self._find("launchers", name)  # type: ignore[no-any-return]
 
     def make_evidence(self) -> Evidence:
         """A new object of the one class that vouches for runs, of core's own where no plugin has one.

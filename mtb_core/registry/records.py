@@ -13,6 +13,7 @@ from mtb_core.api import (
     DoctorCheck,
     EvidenceInfo,
     FormatInfo,
+    LauncherInfo,
     ModelInfo,
     OptimizerInfo,
     RunPluginInfo,
@@ -45,6 +46,7 @@ KINDS = (
     Kind("mtb_optimizers", "optimizers", "optimizer", OptimizerInfo, "--optimizer-opt KEY=VALUE"),
     Kind("mtb_schedules", "schedules", "learning-rate schedule", ScheduleInfo, "--lr-scheduler-opt KEY=VALUE"),
     Kind("mtb_checkpoint_formats", "checkpoint_formats", "checkpoint format", FormatInfo),
+    Kind("mtb_launchers", "launchers", "launcher", LauncherInfo),
     Kind("mtb_evidence", "evidence", "evidence", EvidenceInfo),
     Kind("mtb_doctor_checks", "doctor_checks", "doctor check", DoctorCheck),
 )

@@ -6,9 +6,10 @@ import signal
 import time
 from pathlib import Path
 
-import mtb_core.launch.agent  # noqa: F401  (torch is there before forking)
+import mtb_launcher.agent  # noqa: F401  (torch is there before forking)
 from mtb_core.api import Layout, Plan
-from mtb_core.launch.elastic import LaunchSpec, launch
+from mtb_core.launch import LaunchSpec
+from mtb_launcher import launch
 
 FORK = multiprocessing.get_context("fork")
 

@@ -68,6 +68,7 @@ def test_list_json(install, capsys):
         "checkpoint_formats": [],
         "optimizers": [],
         "schedules": [],
+        "launchers": [],
         "evidence": [],
         "doctor_checks": [],
     }

@@ -21,7 +21,7 @@ run-dir output json quiet debug no-plugin checkpoint-dir save-every keep-last ke
 allow-config-change
 """.split()  # noqa: SIM905  (names read better so)
 #: Beyond the contract's list.
-OURS = """qk-norm tie-embeddings momentum adam-eps allow-missing-rng flops-convention formal
+OURS = """qk-norm tie-embeddings momentum adam-eps allow-missing-rng flops-convention formal launcher
 model-opt data-opt optimizer-opt lr-scheduler-opt plugin-opt checkpoint-format""".split()  # noqa: SIM905
 
 

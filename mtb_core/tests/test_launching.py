@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtb_core import ConfigError, Layout, run_ranks
+from mtb_core import ConfigError, Layout, PluginError, TrainConfig, run, run_ranks
 
 
 def add_up(payload, ctx, worker):
@@ -97,3 +97,13 @@ def test_under_torchrun_this_process_is_a_rank(tmp_path: Path):
     subprocess.run(command, cwd=tmp_path, check=True, timeout=240, capture_output=True)
     assert (tmp_path / "0.txt").read_text() == "(0, [3.0, 3.0], ('ranks',))"
     assert (tmp_path / "1.txt").read_text() == "None"
+
+
+def test_without_a_launcher(monkeypatch):
+    """Several ranks are refused with what to install; one rank needs no launcher."""
+    monkeypatch.setenv("MTB_DISABLE_PLUGINS", "launcher")
+    with pytest.raises(PluginError, match="Install mtb-launcher, or start the ranks with torchrun"):
+        run_ranks(add_up, 1, nproc=2, device="cpu")
+    with pytest.raises(PluginError, match="Install mtb-launcher"):
+        run(TrainConfig(nproc=2, strategy="ddp"))
+    assert run_ranks(add_up, 1, device="cpu").exit_reason == "done"

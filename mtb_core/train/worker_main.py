@@ -16,7 +16,6 @@ from mtb_core.api.evidence import Evidence
 from mtb_core.api.layout import World
 from mtb_core.api.values import RankContext
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
-from mtb_core.launch.worker import Worker
 from mtb_core.measure.flops import device_peak_flops, mfu
 from mtb_core.measure.redaction import redact, redact_values
 from mtb_core.measure.result import Result, combine_trials, rank_report, trial_row
@@ -25,6 +24,7 @@ from mtb_core.ranks.agree import from_rank_zero, gather_objects, same_on_all
 from mtb_core.ranks.context import open_ranks
 from mtb_core.ranks.dynamo import avoid_dynamo_import
 from mtb_core.ranks.failures import Failure
+from mtb_core.ranks.worker import Worker
 from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import tempfile
@@ -19,10 +20,11 @@ from mtb_core.api.layout import World
 from mtb_core.api.options import parse_options
 from mtb_core.api.values import Plan, SyncMode
 from mtb_core.config import TrainConfig
-from mtb_core.launch.elastic import LaunchSpec, launch
+from mtb_core.launch import LaunchSpec
 from mtb_core.ranks.failures import Failure
 from mtb_core.registry.discovery import Registry, discover
 from mtb_core.train.planning import plan_run
+from mtb_launcher import launch
 
 from .capabilities import PROMISES, Capabilities
 from .debugging import Terminal
@@ -394,6 +396,7 @@ class Lab:
 
 
 def _on_fresh_ranks(asked: Episode, work: RankWork) -> Ending:
+    gc.collect()  # Leftovers looks through all that a forked rank inherits; what is garbage here must not end there
     log: dict[int, list[str]] = {}
     outcome = launch(
         LaunchSpec(

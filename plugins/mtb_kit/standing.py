@@ -15,11 +15,10 @@ from typing import Any
 
 import attrs
 
-from mtb_core.launch.child import die_with
-from mtb_core.launch.elastic import LaunchSpec, launch
-from mtb_core.launch.processes import pick_method
+from mtb_core.launch import LaunchSpec
 from mtb_core.ranks.failures import Failure
 from mtb_core.ranks.worker import Worker
+from mtb_launcher import die_with, launch, pick_method
 
 from .episodes import Episode
 from .rank import RankWork, rank_of_episode

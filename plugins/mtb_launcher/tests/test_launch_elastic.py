@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from mtb_core.api import ConfigError, RunFailed
-from mtb_core.launch import meeting, processes
-from mtb_core.launch.elastic import LaunchSpec, launch
+from mtb_core.launch import LaunchSpec
 from mtb_core.ranks.context import open_ranks
 from mtb_core.tests.launching import for_ever, gone, mark, plan_for, read_mark, run_ranks
+from mtb_launcher import launch, meeting, processes
 
 
 def identity(payload, worker):
@@ -254,8 +254,9 @@ def test_host_name_is_not_needed(tmp_path, monkeypatch):
 
 SPAWNED = """
 from pathlib import Path
-from mtb_core.launch import meeting, processes
-from mtb_core.launch.elastic import LaunchSpec, launch
+from mtb_launcher import meeting, processes
+from mtb_core.launch import LaunchSpec
+from mtb_launcher import launch
 
 def entry(payload, worker):
     import sys

@@ -19,12 +19,8 @@ from typing import Any
 
 import attrs
 
-from mtb_core.api.layout import World
-from mtb_core.ranks.failures import Failure, failure_of
-from mtb_core.ranks.signals import STOP_SIGNALS, StopFlag
-from mtb_core.ranks.worker import Worker
-
-from .worker import limit_threads
+from mtb_core import World
+from mtb_core.launch import STOP_SIGNALS, Failure, StopFlag, Worker, failure_of, limit_threads
 
 _PR_SET_PDEATHSIG = 1
 #: Makes a worker write its stacks to its log, also while it waits inside C code.

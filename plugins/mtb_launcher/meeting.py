@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from mtb_core.ranks.network import local_address, split_endpoint
+from mtb_core.launch import local_address, split_endpoint
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

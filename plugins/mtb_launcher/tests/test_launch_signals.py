@@ -8,10 +8,10 @@ from multiprocessing.util import Finalize
 
 import pytest
 
-from mtb_core.launch import agent
-from mtb_core.launch.elastic import LaunchSpec, launch
+from mtb_core.launch import LaunchSpec
 from mtb_core.ranks import signals
 from mtb_core.tests.launching import Launcher, for_ever, gone, mark, read_mark, run_ranks, until_stopped, wait_until
+from mtb_launcher import agent, launch
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,8 @@ def test_a_stop_after_the_end_is_no_failure(tmp_path):
 SPAWNED = """
 import os, sys, time
 from pathlib import Path
-from mtb_core.launch.elastic import LaunchSpec, launch
+from mtb_core.launch import LaunchSpec
+from mtb_launcher import launch
 
 def load(where):
     if where == sys.argv[1]:

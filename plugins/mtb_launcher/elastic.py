@@ -11,78 +11,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-import attrs
-
-from mtb_core.api.errors import ConfigError, RunFailed
-from mtb_core.ranks.failures import Failure, first_cause
-from mtb_core.ranks.signals import STOP_SIGNALS, Insistence
-from mtb_core.ranks.worker import Worker
-
-ExitReason = Literal["done", "stopped", "interrupted", "failed"]
-
-
-@attrs.frozen(kw_only=True)
-class LaunchSpec:
-    """What to start.
-
-    Attributes:
-        entry: ``entry(payload, worker)``, a module-level function; what it returns must be picklable.
-        payload: picklable, the same for all ranks.
-        nproc: ranks on this node.
-        min_nodes: the fewest nodes to start with.
-        max_nodes: the most nodes.
-        rdzv_endpoint: ``HOST:PORT`` where nodes meet; needed for more than one.
-        max_restarts: how often all ranks are started again after a failure.
-        start_method: ``"fork"``, ``"spawn"``, or ``"auto"``: fork where that is safe.
-        log_dir: made if missing; rank N writes to ``rank_0000N.log`` there.
-        on_line: ``on_line(rank, line)`` for each whole line that a rank of this node writes.
-        on_progress: ``on_progress(fields)`` for each mapping that a rank hands to ``worker.progress``.
-        on_restart: ``on_restart(failure, restarts)`` before ranks are started again.
-        on_warning: ``on_warning(text)`` where ranks that were asked to stop do not.
-        debug: let torch's own messages about launching through.
-    """
-
-    entry: Callable[[Any, Worker], Any]
-    payload: Any = None
-    nproc: int = 1
-    min_nodes: int = 1
-    max_nodes: int = 1
-    rdzv_endpoint: str | None = None
-    max_restarts: int = 0
-    start_method: str = "auto"
-    log_dir: Path
-    on_line: Callable[[int, str], None] | None = None
-    on_progress: Callable[[dict[str, Any]], None] | None = None
-    on_restart: Callable[[Failure, int], None] | None = None
-    on_warning: Callable[[str], None] | None = None
-    debug: bool = False
-
-
-@attrs.frozen
-class LaunchOutcome:
-    """How it ended.
-
-    Attributes:
-        exit_reason: ``"done"``; ``"stopped"`` by SIGTERM or SIGUSR1 and ``"interrupted"`` by Ctrl-C, where every
-            rank left by itself or a second Ctrl-C ended them; ``"failed"``.
-        values: what the entry returned, by global rank, for the ranks of this node that returned.
-        failure: the first cause, where it failed.
-        restarts: how often ranks were started again after a failure.
-        signal: name of the first stop signal that this process itself got meanwhile; one that only a rank got does
-            not show here.
-    """
-
-    exit_reason: ExitReason
-    values: dict[int, Any]
-    failure: Failure | None
-    restarts: int
-    signal: str | None = None
+from mtb_core import ConfigError, RunFailed
+from mtb_core.launch import STOP_SIGNALS, Failure, Insistence, LaunchOutcome, LaunchSpec, first_cause
 
 
 class LauncherSignals:
@@ -226,7 +162,7 @@ def _outcome(agent: Any, signals: LauncherSignals) -> LaunchOutcome:
     restarts = 0 if agent is None else agent.restarts
     asked = signals.first or (None if agent is None else agent.stop_seen)
     failure: Failure | None = None
-    reason: ExitReason = "done"
+    reason: Literal["done", "stopped", "interrupted", "failed"] = "done"
     if signals.killing:
         reason = "interrupted"
     elif failures:

@@ -20,12 +20,10 @@ from typing import Any
 
 import attrs
 
-from mtb_core.ranks.failures import Failure, exit_failure
-from mtb_core.ranks.signals import STOP_SIGNALS
+from mtb_core.launch import STOP_SIGNALS, Failure, available_cores, exit_failure, threads_for
 
 from .child import FREE, HELD, STACKS_SIGNAL, Report, Start, call_pickled, flush_c, run_worker
 from .logs import Tail
-from .worker import available_cores, threads_for
 
 #: Time for a worker that has handed over its result to end; afterwards it is ended.
 LEAVE_S = 10.0

@@ -19,11 +19,11 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.events import Event, EventSource
 
-from mtb_core.api.layout import World
-from mtb_core.ranks.failures import Failure, first_cause
+from mtb_core import World
+from mtb_core.launch import Failure, first_cause, rank_log
 
 from .child import STACKS_SIGNAL, Gate, Start
-from .logs import innermost_calls, rank_log
+from .logs import innermost_calls
 from .meeting import OneNode, many_nodes
 from .processes import WorkerProcess, pick_method, wait_for_news
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from .elastic import LauncherSignals, LaunchSpec
+    from mtb_core.launch import LaunchSpec
+
+    from .elastic import LauncherSignals
 
 #: How often logs and progress are looked at, and other nodes asked after.
 TICK_S = 0.1

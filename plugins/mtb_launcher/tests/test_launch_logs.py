@@ -1,4 +1,4 @@
-from mtb_core.launch.logs import Tail
+from mtb_launcher.logs import Tail
 
 
 def test_whole_lines_only(tmp_path):

@@ -10,11 +10,6 @@ _CHUNK = 1 << 18
 _LONGEST = 1 << 16
 
 
-def rank_log(folder: Path, rank: int) -> Path:
-    """Where a rank's output goes."""
-    return folder / f"rank_{rank:05d}.log"
-
-
 def innermost_calls(stacks: str) -> str:
     """Where the main thread is, by what `faulthandler` has printed: ``wait (queue.py:171) in next (loader.py:88)``.
 

@@ -1,0 +1,113 @@
+"""What a launcher is asked for and what it answers, and `start_ranks`, through which every run starts its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from mtb_core.api.descriptions import LauncherInfo, load_reference
+from mtb_core.ranks.failures import Failure, failure_of
+from mtb_core.ranks.worker import Worker
+
+from .worker import alone, attach, external_launcher
+
+ExitReason = Literal["done", "stopped", "interrupted", "failed"]
+
+
+@attrs.frozen(kw_only=True)
+class LaunchSpec:
+    """Ranks to start.
+
+    Attributes:
+        entry: ``entry(payload, worker)``, a module-level function; what it returns must be picklable.
+        payload: picklable, the same for all ranks.
+        nproc: ranks on this node.
+        min_nodes: the fewest nodes to start with.
+        max_nodes: the most nodes.
+        rdzv_endpoint: ``HOST:PORT`` where nodes meet; needed for more than one.
+        max_restarts: how often all ranks are started again after a failure.
+        start_method: ``"fork"``, ``"spawn"``, or ``"auto"``: fork where that is safe.
+        log_dir: made if missing; rank N writes to ``rank_0000N.log`` there.
+        on_line: ``on_line(rank, line)`` for each whole line that a rank of this node writes.
+        on_progress: ``on_progress(fields)`` for each mapping that a rank hands to ``worker.progress``.
+        on_restart: ``on_restart(failure, restarts)`` before ranks are started again.
+        on_warning: ``on_warning(text)`` where ranks that were asked to stop do not.
+        debug: let torch's own messages about launching through.
+    """
+
+    entry: Callable[[Any, Worker], Any]
+    payload: Any = None
+    nproc: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
+    rdzv_endpoint: str | None = None
+    max_restarts: int = 0
+    start_method: str = "auto"
+    log_dir: Path
+    on_line: Callable[[int, str], None] | None = None
+    on_progress: Callable[[dict[str, Any]], None] | None = None
+    on_restart: Callable[[Failure, int], None] | None = None
+    on_warning: Callable[[str], None] | None = None
+    debug: bool = False
+
+
+@attrs.frozen
+class LaunchOutcome:
+    """How it ended.
+
+    Attributes:
+        exit_reason: ``"done"``; ``"stopped"`` by SIGTERM or SIGUSR1 and ``"interrupted"`` by Ctrl-C, where every
+            rank left by itself or a second Ctrl-C ended them; ``"failed"``.
+        values: what the entry returned, by global rank, for the ranks of this node that returned.
+        failure: the first cause, where it failed.
+        restarts: how often ranks were started again after a failure.
+        signal: name of the first stop signal that this process itself got meanwhile; one that only a rank got does
+            not show here.
+    """
+
+    exit_reason: ExitReason
+    values: dict[int, Any]
+    failure: Failure | None = None
+    restarts: int = 0
+    signal: str | None = None
+
+
+def rank_log(folder: Path, rank: int) -> Path:
+    """The file for a rank's output."""
+    return folder / f"rank_{rank:05d}.log"
+
+
+def start_ranks(spec: LaunchSpec, launcher: LauncherInfo | None) -> LaunchOutcome:
+    """Run the entry on all ranks and wait for their end.
+
+    Args:
+        launcher: starts them. None: this process is a rank, of torchrun or Slurm, or the only one. A failure of such a
+            rank is raised if `debug` is set or its launcher waits for it, and else is in the outcome and in the log.
+
+    Raises:
+        ConfigError: nothing was started.
+        RunFailed: nodes could not meet.
+    """
+    if launcher is not None:
+        start: Callable[[LaunchSpec], LaunchOutcome] = load_reference(launcher.impl)
+        return start(spec)
+    external = external_launcher() is not None
+    with attach() if external else alone() as worker:
+        try:
+            value = spec.entry(
+                spec.payload, worker if spec.on_progress is None else attrs.evolve(worker, progress=spec.on_progress)
+            )
+        except (Exception, SystemExit) as error:
+            if external or spec.debug:
+                raise
+            failure = failure_of(error, worker.rank)
+            spec.log_dir.mkdir(parents=True, exist_ok=True)
+            log = rank_log(spec.log_dir, worker.rank)
+            log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
+            return LaunchOutcome("failed", {}, failure)
+        stopped = worker.stop.requested
+    reason: ExitReason = "done" if stopped is None else "interrupted" if stopped == "SIGINT" else "stopped"
+    return LaunchOutcome(reason, {worker.rank: value}, None, worker.restarts, stopped)
