@@ -57,10 +57,11 @@ _PATTERNS = (
 )
 
 
-def private_details(text: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+def private_details(text: str, environ: Mapping[str, str] | None = None) -> list[str]:
     """What `text` tells that must not be recorded, by kind; empty where it tells nothing.
 
-    The found text itself is not returned: messages are recorded too.
+    The found text itself is not returned: messages are recorded too. `environ` are the variables whose secrets count, by
+    default this process's.
     """
     found = [kind for kind, pattern in _PATTERNS if pattern.search(text)]
     if HOME_FOLDER not in found and _home_in(text):
@@ -69,7 +70,7 @@ def private_details(text: str, environ: Mapping[str, str] = os.environ) -> list[
         found.append(HOST)
     if _address_in(text):
         found.append(ADDRESS)
-    for name, value in environ.items():
+    for name, value in (os.environ if environ is None else environ).items():
         if len(value) < 8 or value not in text:
             continue
         if name.lower().endswith("_proxy") and "a proxy" not in found:
