@@ -39,6 +39,7 @@ PLUGINS = (
     "mtb_ep",
     "mtb_comm",
     "mtb_dcp",
+    "mtb_evidence",
     "mtb_guards",
     "mtb_kit",
     "mtb_launcher",

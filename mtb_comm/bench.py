@@ -11,7 +11,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from mtb_core import RankContext, Sample, Worker, environment, gather_objects, gather_uses, same_on_all
+from mtb_core import RankContext, Worker, gather_objects, same_on_all
+from mtb_evidence import Sample, environment, gather_uses
 
 from .calls import Group, Prepared, check, clear, prepare
 from .kept import Kept
@@ -57,7 +58,7 @@ def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
     """All points, on every rank; called by all ranks.
 
     Returns:
-        ``{"head": …, "rows": […], "stopped": signal or None, "uses": what `mtb_core.gather_uses` gives}``.
+        ``{"head": …, "rows": […], "stopped": signal or None, "uses": what `mtb_evidence.gather_uses` gives}``.
     """
     start = Sample.take()
     request = work.request

@@ -10,7 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mtb_core import ConfigError, Failure, environment, external_launcher, run_ranks
+from mtb_core import ConfigError, Failure, external_launcher, run_ranks
+from mtb_evidence import environment
 
 from .bench import Tamper, Work, measure
 from .document import make_document

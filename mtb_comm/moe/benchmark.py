@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mtb_comm.kept import Kept
-from mtb_core import RankContext, Sample, Worker, environment, gather_objects, gather_uses, same_on_all
+from mtb_core import RankContext, Worker, gather_objects, same_on_all
+from mtb_evidence import Sample, environment, gather_uses
 
 from .check import TOLERANCE, Inputs, compare, differentiate, failures
 from .clock import Clock
@@ -39,7 +40,7 @@ class Work:
 
 
 def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
-    """Where it ran; as ``rows`` one row for each point, in order; as ``uses`` what `mtb_core.gather_uses` gives.
+    """Where it ran; as ``rows`` one row for each point, in order; as ``uses`` what `mtb_evidence.gather_uses` gives.
 
     Called on every rank. Where a rank was asked to stop, all stop together, with the rows that are finished.
     """

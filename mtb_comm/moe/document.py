@@ -11,16 +11,8 @@ import attrs
 
 from mtb_comm.kept import cause_of, first_line, kept_file, read_kept
 from mtb_comm.points import ranks_of
-from mtb_core import (
-    ConfigError,
-    RanksOutcome,
-    Timed,
-    environment,
-    external_launcher,
-    performance_fields,
-    provenance,
-    run_ranks,
-)
+from mtb_core import ConfigError, RanksOutcome, external_launcher, run_ranks
+from mtb_evidence import Timed, environment, performance_fields, provenance
 
 from .settings import RouteSettings
 
