@@ -1,4 +1,4 @@
-"""What runs on every rank of ``mtb comm``: each point is checked, warmed up, timed, and made into a row."""
+"""The entry of every rank of ``mtb comm``: checks each point, warms it up, times it, and makes a row of it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ Tamper = Callable[[Point, Group, torch.Tensor], None]
 
 @attrs.frozen
 class Work:
-    """What a rank gets.
+    """Input of a rank.
 
     Attributes:
-        journal: file for rank 0 to put finished rows in, one a line, so that they outlive it; None: none is kept.
+        journal: file to which rank 0 appends finished rows, one a line, so that they outlive it; None: none is kept.
         tamper: changes results before they are checked; for tests of the check.
     """
 

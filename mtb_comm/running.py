@@ -110,7 +110,7 @@ def measure_all(
 
 
 def _refuse_early(request: CommRequest, nproc: int, device: str, backend: str) -> None:
-    """What can be known before any rank exists; where ranks are external, each of them says the same.
+    """Refuse wrong requests before any rank exists; external ranks each give the same error.
 
     On ``auto`` devices the backend is not known yet, so only what no backend does is refused here.
     """
