@@ -42,7 +42,7 @@ class Work:
 def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
     """Measure all points. Returns the environment, ``rows`` in the order of the points, and ``uses``.
 
-    Called on every rank. ``uses`` is the value of `mtb_core.gather_uses`. If a rank is asked to stop, all stop
+    Called on every rank. ``uses`` is the value of `mtb_evidence.gather_uses`. If a rank is asked to stop, all stop
     together, with the rows that are finished.
     """
     start = Sample.take()
