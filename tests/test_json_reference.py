@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import mtb_core
 from mtb_core.cli import main
-from mtb_core.cli.doctor import doctor
 from mtb_core.measure.environment import environment, provenance
+from mtb_doctor.command import doctor
 
 
 def described(section: str) -> set[str]:
