@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import mtb_core
 from mtb_core.cli import main
-from mtb_core.cli.doctor import doctor
+from mtb_doctor.command import doctor
 from mtb_evidence import environment, provenance
 
 

@@ -9,7 +9,6 @@ from mtb_core import (
     CommandInfo,
     ConfigError,
     DatasetInfo,
-    DoctorCheck,
     FormatInfo,
     Layout,
     ModelInfo,
@@ -53,10 +52,8 @@ def mtb_commands() -> Sequence[CommandInfo]:
     return [
         CommandInfo("train", "Train a model and measure it.", "mtb_core.cli.train:train", start),
         CommandInfo("checkpoint", "List, show, verify, prune, export.", "mtb_core.cli.checkpoint:checkpoint", start),
-        CommandInfo("data", "Prepare and show token files.", "mtb_core.cli.data:data", start),
         CommandInfo("init", "Write a commented starter configuration.", "mtb_core.cli.init:init", look),
         CommandInfo("plugins", "Show installed plugins and what they provide.", "mtb_core.cli.plugins:plugins", look),
-        CommandInfo("doctor", "Check this machine and installation.", "mtb_core.cli.doctor:doctor", look),
     ]
 
 
@@ -104,18 +101,3 @@ def mtb_checkpoint_formats() -> Sequence[FormatInfo]:
     """`safetensors`."""
     text = "Safetensors files and a JSON index."
     return [FormatInfo("safetensors", text, "mtb_core.ckpt.safetensors:SafetensorsStorage")]
-
-
-@hookimpl
-def mtb_doctor_checks() -> Sequence[DoctorCheck]:
-    """Checks of this machine and installation."""
-    checks = {
-        "python": "The Python version is supported.",
-        "torch": "Torch imports and has distributed support.",
-        "gloo": "Two processes can talk to each other.",
-        "disk": "The run folder can be written to and has room.",
-        "shm": "Shared memory has room.",
-        "cuda": "CUDA devices and NCCL, where there are any.",
-        "plugins": "Every installed plugin could be loaded.",
-    }
-    return [DoctorCheck(name, text, f"mtb_core.cli.doctor:check_{name}") for name, text in checks.items()]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import attrs
 
 from mtb_core.api.descriptions import DatasetInfo, construct
 from mtb_core.api.errors import ConfigError
@@ -15,7 +12,7 @@ from mtb_core.config import TrainConfig, option_name
 
 from .dataset import Dataset
 from .text import BYTE_VOCAB_SIZE, map_text_file, read_text_folder
-from .tokenfile import digest_of, find_token_file, open_token_file
+from .tokenfile import find_token_file, open_token_file
 from .tokens import TokenDataset
 
 
@@ -46,37 +43,6 @@ def open_dataset(config: TrainConfig, which: str = "data", *, named: Mapping[str
         content, _ = read_text_folder(path)
         return TokenDataset(content, BYTE_VOCAB_SIZE, config.seq_length, origin=f"The folder {path}")
     return TokenDataset(map_text_file(path), BYTE_VOCAB_SIZE, config.seq_length, origin=f"The text file {path}")
-
-
-def describe_path(path: Path) -> dict[str, Any]:
-    """What `path` holds, as ``mtb data info`` shows it; reads all of a token file to check its digest.
-
-    Raises:
-        ConfigError: as `open_dataset`.
-    """
-    if not path.exists():
-        msg = f"There is no file or folder {path}; name a token file or its folder, a text file, or a folder of texts."
-        raise ConfigError(msg)
-    if file := find_token_file(path):
-        header, tokens = open_token_file(file)
-        return {
-            "path": str(file),
-            "kind": "token_file",
-            **attrs.asdict(header),
-            "size_bytes": file.stat().st_size,
-            "digest_ok": digest_of(tokens) == header.digest,
-        }
-    content, documents = read_text_folder(path) if path.is_dir() else (map_text_file(path), 1)
-    return {
-        "path": str(path),
-        "kind": "text_folder" if path.is_dir() else "text_file",
-        "dtype": "uint8",
-        "vocab_size": BYTE_VOCAB_SIZE,
-        "tokens": len(content),
-        "documents": documents,
-        "tokenizer": "bytes",
-        "size_bytes": len(content),
-    }
 
 
 def _unknown(value: str, which: str, named: Mapping[str, DatasetInfo]) -> ConfigError:

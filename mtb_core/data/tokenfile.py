@@ -17,7 +17,6 @@ from typing import Any
 
 import attrs
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from mtb_core.api.errors import ConfigError
@@ -30,8 +29,8 @@ HEADER_BYTES = 4096
 VERSION = 1
 _MAGIC = "mtb-tokens"
 _PREFIX = b'{"magic": "mtb-tokens",'
-_DTYPES = ("uint8", "uint16", "uint32")
-_CHUNK_BYTES = 1 << 24
+#: Types of a token, the smallest first.
+DTYPES = ("uint8", "uint16", "uint32")
 
 
 @attrs.frozen
@@ -64,11 +63,6 @@ class Header:
         """The first `HEADER_BYTES` of the file."""
         values = {"magic": _MAGIC, "version": VERSION, **attrs.asdict(self)}
         return json.dumps(values).encode().ljust(HEADER_BYTES - 1) + b"\n"
-
-
-def smallest_dtype(vocab_size: int) -> str:
-    """The smallest type that holds every token of a vocabulary."""
-    return next(name for name in _DTYPES if vocab_size - 1 <= np.iinfo(name).max)
 
 
 def find_token_file(path: Path) -> Path | None:
@@ -116,25 +110,6 @@ def open_token_file(file: Path) -> tuple[Header, NDArray[np.unsignedinteger]]:
         raise unreadable(file, error) from error
 
 
-def digest_of(tokens: NDArray[np.unsignedinteger]) -> str:
-    """The digest of tokens as a header holds it; reads them all, a chunk at a time."""
-    state = new_digest()
-    raw = np.asarray(tokens).view(np.uint8)
-    for start in range(0, len(raw), _CHUNK_BYTES):
-        state.update(raw[start : start + _CHUNK_BYTES].data)
-    return digest_text(state)
-
-
-def new_digest() -> xxhash.xxh3_128:
-    """The running digest of a token file."""
-    return xxhash.xxh3_128()
-
-
-def digest_text(state: xxhash.xxh3_128) -> str:
-    """How a digest is written."""
-    return f"xxh3_128:{state.hexdigest()}"
-
-
 def _decode(raw: bytes, file: Path) -> Header:
     if not raw.startswith(_PREFIX):
         raise _damaged(file, f"it begins with {raw[:12]!r} and not with {_PREFIX.decode()!r}")
@@ -167,7 +142,7 @@ def _is_count(value: Any, minimum: int = 0) -> bool:
 
 
 _VALID: dict[str, Callable[[Any], bool]] = {
-    "dtype": lambda value: value in _DTYPES,
+    "dtype": lambda value: value in DTYPES,
     "vocab_size": lambda value: _is_count(value, 1),
     "tokens": _is_count,
     "documents": _is_count,

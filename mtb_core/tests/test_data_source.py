@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mtb_core import ConfigError, DatasetInfo, TrainConfig
-from mtb_core.data.prepare import prepare
-from mtb_core.data.source import describe_path, open_dataset
+from mtb_core.data.source import open_dataset
 from mtb_core.data.synthetic import SyntheticDataset
+from mtb_core.data.tokenfile import Header
 
 NAMED = {"synthetic": DatasetInfo("synthetic", "Random.", impl="mtb_core.data.synthetic:synthetic")}
 
@@ -31,7 +31,9 @@ def test_paths(tmp_path):
     text = tmp_path / "texts" / "one.txt"
     text.parent.mkdir()
     text.write_bytes(b"0123456789")
-    prepare([text], tmp_path / "out")
+    header = Header("uint8", 256, tokens=10, documents=1, separator=0, tokenizer="bytes", digest="xxh3_128:00")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokens.mtb").write_bytes(header.encode() + text.read_bytes())
 
     for path in (text, text.parent, tmp_path / "out", tmp_path / "out" / "tokens.mtb"):
         data = opened(path)
@@ -62,20 +64,3 @@ def test_not_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=r"pipe is neither a file nor a folder"):
         opened(tmp_path / "pipe")
-
-
-def test_describe(tmp_path):
-    """A token file is described by its header, size and whether its digest holds; texts by what they would be."""
-    text = tmp_path / "one.txt"
-    text.write_bytes(b"0123456789")
-    prepare([text], tmp_path / "out")
-    file = tmp_path / "out" / "tokens.mtb"
-    values = describe_path(tmp_path / "out")
-
-    assert (values["kind"], values["tokens"], values["digest_ok"]) == ("token_file", 10, True)
-    assert values["size_bytes"] == 4096 + 10
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert describe_path(file)["digest_ok"] is False
-    assert (describe_path(text)["kind"], describe_path(text)["tokens"]) == ("text_file", 10)
-    with pytest.raises(ConfigError, match=r"There is no file or folder .*gone"):
-        describe_path(tmp_path / "gone")

@@ -151,7 +151,7 @@ def test_stdout_is_kept_clean(install, capsys):
         ("@hookimpl\ndef mtb_sinks(): return [SinkInfo('jsonl', 'x', 'a:b')]", "sink 'jsonl'"),
         ("@hookimpl\ndef mtb_models(): return [ModelInfo('gpt', 'x', 'a:b')]", "model 'gpt'"),
         ("@hookimpl\ndef mtb_datasets(): return [DatasetInfo('synthetic', 'x', 'a:b')]", "data set 'synthetic'"),
-        ("@hookimpl\ndef mtb_doctor_checks(): return [DoctorCheck('disk', 'x', 'a:b')]", "doctor check 'disk'"),
+        ("@hookimpl\ndef mtb_optimizers(): return [OptimizerInfo('adamw', 'x', 'a:b')]", "optimizer 'adamw'"),
     ],
 )
 def test_core_names_win(body, taken, install):

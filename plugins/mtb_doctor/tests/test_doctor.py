@@ -11,9 +11,15 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
-from mtb_core.api import CheckFailed, DoctorCheck, DoctorResult
-from mtb_core.cli import doctor as module
+from mtb_core import CheckFailed, DoctorCheck, DoctorResult
+from mtb_core.cli import main
 from mtb_core.registry.discovery import discover
+from mtb_doctor import checks as own
+from mtb_doctor import command as module
+
+SMALL = (
+    "--device cpu --quiet --steps 1 --warmup-steps 0 --seq-length 4 --d-model 8 --n-heads 2 --n-layers 1 --batch-size 2"
+)
 
 
 def check(name: str) -> DoctorCheck:
@@ -116,10 +122,10 @@ def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_own_checks_pass_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a machine where these tests run, python, torch and gloo are fine; none of core's checks raises."""
+    """On a machine where these tests run, python, torch and gloo are fine; none of the checks here raises."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    names = {n: c for n, c in discover(strict=False).doctor_checks.items() if c.impl.startswith("mtb_core.")}
+    names = {n: c for n, c in discover(strict=False).doctor_checks.items() if c.impl.startswith("mtb_doctor.")}
     assert set(names) == {"python", "torch", "gloo", "disk", "shm", "plugins", "cuda"}
     rows = {name: module.run_check(found) for name, found in names.items()}
     assert all(rows[name].ok for name in ("python", "torch", "gloo"))
@@ -129,7 +135,7 @@ def test_own_checks_pass_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_gloo_names_the_bad_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interface that does not exist is named, with the variable and those that do exist."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
-    result = module.check_gloo()
+    result = own.check_gloo()
     assert result.ok is False
     assert "GLOO_SOCKET_IFNAME" in result.detail
     assert "nope0" in result.detail
@@ -139,26 +145,26 @@ def test_gloo_names_the_bad_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_disk_that_cannot_be_written_or_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run folder that cannot be written, or has no room, fails and says what to do."""
     monkeypatch.chdir(tmp_path)
-    assert module.check_disk().ok is True
-    monkeypatch.setattr(module, "_LEAST_DISK_BYTES", 2**70)
-    assert "--run-dir" in module.check_disk().detail
+    assert own.check_disk().ok is True
+    monkeypatch.setattr(own, "_LEAST_DISK_BYTES", 2**70)
+    assert "--run-dir" in own.check_disk().detail
 
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(module.tempfile, "TemporaryFile", refuse)
-    result = module.check_disk()
+    monkeypatch.setattr(own.tempfile, "TemporaryFile", refuse)
+    result = own.check_disk()
     assert result.ok is False
     assert "Permission denied" in result.detail
 
 
 def test_small_shared_memory_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Too little shared memory fails with the remedy; none at all does not apply."""
-    monkeypatch.setattr(module, "_LEAST_SHM_BYTES", 2**70)
-    result = module.check_shm(str(tmp_path))
+    monkeypatch.setattr(own, "_LEAST_SHM_BYTES", 2**70)
+    result = own.check_shm(str(tmp_path))
     assert result.ok is False
     assert "--shm-size" in result.detail
-    assert module.check_shm(str(tmp_path / "none")).ok is None
+    assert own.check_shm(str(tmp_path / "none")).ok is None
 
 
 def test_failed_plugins_are_shown_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,16 +172,16 @@ def test_failed_plugins_are_shown_with_reasons(monkeypatch: pytest.MonkeyPatch) 
     registry = discover(strict=False)
     active = attrs.evolve(registry, records=registry.records[:1])
     broken = attrs.evolve(registry.records[0], name="x", status="failed", reason="it raised ValueError")
-    monkeypatch.setattr(module, "discover", lambda **_: active)
-    assert module.check_plugins() == DoctorResult(ok=True, detail="core")
-    monkeypatch.setattr(module, "discover", lambda **_: attrs.evolve(active, records=(*active.records, broken)))
-    result = module.check_plugins()
+    monkeypatch.setattr(own, "discover", lambda **_: active)
+    assert own.check_plugins() == DoctorResult(ok=True, detail="core")
+    monkeypatch.setattr(own, "discover", lambda **_: attrs.evolve(active, records=(*active.records, broken)))
+    result = own.check_plugins()
     assert result.ok is False
     assert "it raised ValueError" in result.detail
 
 
 def test_strict_mode_does_not_keep_doctor_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MTB_STRICT_PLUGINS=1 doctor still runs: it is what shows the broken plugin."""
+    """With MTB_STRICT_PLUGINS=1 the command itself asks for no more than there is: it shows the broken plugin."""
     monkeypatch.setenv("MTB_STRICT_PLUGINS", "1")
     seen: list[bool | None] = []
 
@@ -186,3 +192,23 @@ def test_strict_mode_does_not_keep_doctor_from_working(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "discover", spy)
     CliRunner().invoke(module.doctor, ["--json"])
     assert seen == [False]
+
+
+def test_the_checks_here_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever this plugin stands among the others, its checks come before theirs, each group in its order."""
+    registry = discover(strict=False)
+    ours = {name: found for name, found in registry.doctor_checks.items() if found.impl.startswith("mtb_doctor.")}
+    mixed = {"early": check("early"), **ours, "late": check("late")}
+    monkeypatch.setattr(module, "discover", lambda **_: attrs.evolve(registry, doctor_checks=mixed))
+    monkeypatch.setattr(module, "load_reference", lambda _: absent)
+    names = [row["name"] for row in json.loads(CliRunner().invoke(module.doctor, ["--json"]).stdout)["checks"]]
+    assert names == [*ours, "early", "late"]
+
+
+def test_core_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without this distribution core trains, and who asks for `mtb doctor` is told which one has it."""
+    monkeypatch.setenv("MTB_DISABLE_PLUGINS", "mtb-doctor")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL.split()]) == 0
+    assert main(["doctor"]) == 2
+    assert "no command 'doctor' now: plugin 'doctor' (mtb-doctor" in capsys.readouterr().err

@@ -13,18 +13,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from mtb_core.api.errors import ConfigError, RunFailed
+from mtb_core import ConfigError, RunFailed
+from mtb_core.data.text import BYTE_VOCAB_SIZE, SEPARATOR, text_files, unreadable
+from mtb_core.data.tokenfile import DTYPES, FILE_NAME, HEADER_BYTES, Header, find_token_file
 
-from .text import BYTE_VOCAB_SIZE, SEPARATOR, text_files, unreadable
-from .tokenfile import (
-    FILE_NAME,
-    HEADER_BYTES,
-    Header,
-    digest_text,
-    find_token_file,
-    new_digest,
-    smallest_dtype,
-)
+from .digest import digest_text, new_digest
 
 #: ``progress(done, total)``, in bytes of input.
 Progress = Callable[[int, int], None]
@@ -91,6 +84,11 @@ def prepare(
     return header
 
 
+def smallest_dtype(vocab_size: int) -> str:
+    """The smallest type that holds every token of a vocabulary."""
+    return next(name for name in DTYPES if vocab_size - 1 <= np.iinfo(name).max)
+
+
 class _Bytes:
     """Every byte is a token."""
 
@@ -115,7 +113,7 @@ class _Tokenizer:
         except ImportError as error:
             msg = (
                 f"--tokenizer {file} needs the package `tokenizers`, which is not installed here ({error}). Install it "
-                "with `pip install 'mtb-core[tokenizers]'`, or leave --tokenizer out to take every byte as a token."
+                "with `pip install 'mtb-data[tokenizers]'`, or leave --tokenizer out to take every byte as a token."
             )
             raise ConfigError(msg) from error
         try:
@@ -185,7 +183,7 @@ def _documents(files: Sequence[Path]) -> list[Path]:
 
 
 def _is_text_file(path: Path) -> bool:
-    """Like `text.is_text`, without holding the file in memory."""
+    """Like core's `is_text`, without holding the file in memory."""
     with _reading(path), path.open("rb") as stream:
         empty = True
         for piece in iter(partial(stream.read, _PIECE), b""):

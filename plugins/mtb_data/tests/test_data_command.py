@@ -8,7 +8,12 @@ import pytest
 from click.testing import CliRunner
 
 from mtb_core import CheckFailed, ConfigError
-from mtb_core.cli.data import data
+from mtb_core.cli import main
+from mtb_data.command import data
+
+SMALL = (
+    "--device cpu --quiet --steps 1 --warmup-steps 0 --seq-length 4 --d-model 8 --n-heads 2 --n-layers 1 --batch-size 2"
+)
 
 
 def invoke(*args, fails=None):
@@ -70,7 +75,7 @@ def test_errors_are_the_library_s(tmp_path):
 def test_help_is_cheap():
     """Neither the group nor its help imports torch or numpy."""
     code = (
-        "import sys; from mtb_core.cli.data import data\n"
+        "import sys; from mtb_data.command import data\n"
         "for args in (['--help'], ['prepare', '--help'], ['info', '--help']):\n"
         "    data.main(args, standalone_mode=False)\n"
         "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
@@ -78,3 +83,17 @@ def test_help_is_cheap():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
 
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_training_needs_nothing_of_this(prepared, tmp_path, monkeypatch, capsys):
+    """Without this distribution a prepared folder and a text are trained on, to the same loss; `mtb data` names it."""
+    monkeypatch.setenv("MTB_DISABLE_PLUGINS", "mtb-data")
+    monkeypatch.chdir(tmp_path)
+    losses = []
+    for path in prepared[:2]:
+        assert main(["train", *SMALL.split(), "--json", "--data", str(path)]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[0] == losses[1]
+
+    assert main(["data", "info", str(prepared[1])]) == 2
+    assert "no command 'data' now: plugin 'data' (mtb-data" in capsys.readouterr().err

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from mtb_core import ConfigError, RunFailed
-from mtb_core.data import prepare as module
-from mtb_core.data.prepare import prepare
 from mtb_core.data.text import read_text_folder
-from mtb_core.data.tokenfile import digest_of, open_token_file
+from mtb_core.data.tokenfile import open_token_file
+from mtb_data import prepare as module
+from mtb_data.digest import digest_of
+from mtb_data.prepare import prepare, smallest_dtype
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_tokenizer_package_missing(texts, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
 
-    with pytest.raises(ConfigError, match=r"needs the package `tokenizers`.*pip install 'mtb-core\[tokenizers\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package `tokenizers`.*pip install 'mtb-data\[tokenizers\]'"):
         prepare([texts], tmp_path / "out", tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"There is no tokenizer file .*gone\.json"):
         prepare([texts], tmp_path / "out", tmp_path / "gone.json")
@@ -161,3 +162,8 @@ def test_text_pieces_cut_before_words(monkeypatch):
     assert "".join(pieces) == text
     assert pieces[:2] == ["ab\ncd\n  ef\n\n", "gh\nij"[:3] + "ij" + "x" * (len(pieces[1]) - 5)]
     assert max(map(len, pieces)) <= 17 * 4
+
+
+def test_smallest_dtype():
+    """The type is as small as the vocabulary allows."""
+    assert [smallest_dtype(n) for n in (2, 256, 257, 65536, 65537)] == ["uint8", "uint8", "uint16", "uint16", "uint32"]

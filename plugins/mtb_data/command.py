@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mtb_core.api.errors import CheckFailed
+from mtb_core import CheckFailed
 
 
 @click.group(name="data", help="Prepare and inspect training data.", no_args_is_help=True)
@@ -34,7 +34,7 @@ def prepare_command(files: tuple[Path, ...], output: Path, tokenizer: Path | Non
     from rich.console import Console  # noqa: PLC0415  (help must not wait for what only the work needs)
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    from mtb_core.data.prepare import prepare  # noqa: PLC0415
+    from .prepare import prepare  # noqa: PLC0415
 
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -57,7 +57,7 @@ def info_command(path: Path, as_json: bool) -> None:
 
     The digest of a token file is checked; exit code 1 if it does not match.
     """
-    from mtb_core.data.source import describe_path  # noqa: PLC0415  (needs numpy)
+    from .info import describe_path  # noqa: PLC0415  (needs numpy)
 
     values = describe_path(path)
     if as_json:

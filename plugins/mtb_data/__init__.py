@@ -1,0 +1,1 @@
+"""MiniTrainBench plugin: command `data`."""
