@@ -40,7 +40,7 @@ PLUGINS = [
     *sorted(p for p in (ROOT / "plugins").iterdir() if p.is_dir()),
 ]
 #: Distributions that look inside core, and therefore need exactly its version; see docs/decisions/0017.
-IN_STEP = {"mtb_data", "mtb_doctor", "mtb_evidence", "mtb_kit"}
+IN_STEP = {"mtb_checkpoint", "mtb_data", "mtb_doctor", "mtb_evidence", "mtb_kit"}
 STRATEGIES = {"single", "ddp", "fsdp", "fsdp1", "deepspeed", "tp", "localsgd", "megatron"}
 
 
