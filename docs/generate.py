@@ -41,6 +41,7 @@ PLUGINS = (
     "mtb_data",
     "mtb_dcp",
     "mtb_doctor",
+    "mtb_evidence",
     "mtb_guards",
     "mtb_kit",
     "mtb_launcher",

@@ -1,4 +1,4 @@
-"""What runs on every rank of ``mtb comm``: each point is checked, warmed up, timed, and made into a row."""
+"""The entry of every rank of ``mtb comm``: checks each point, warms it up, times it, and makes a row of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from mtb_core import RankContext, Sample, Worker, environment, gather_objects, gather_uses, same_on_all
+from mtb_core import RankContext, Worker, gather_objects, same_on_all
+from mtb_evidence import Sample, environment, gather_uses
 
 from .calls import Group, Prepared, check, clear, prepare
 from .kept import Kept
@@ -34,10 +35,10 @@ Tamper = Callable[[Point, Group, torch.Tensor], None]
 
 @attrs.frozen
 class Work:
-    """What a rank gets.
+    """Input of a rank.
 
     Attributes:
-        journal: file for rank 0 to put finished rows in, one a line, so that they outlive it; None: none is kept.
+        journal: file to which rank 0 appends finished rows, one a line, so that they outlive it; None: none is kept.
         tamper: changes results before they are checked; for tests of the check.
     """
 
@@ -57,7 +58,7 @@ def measure(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
     """All points, on every rank; called by all ranks.
 
     Returns:
-        ``{"head": …, "rows": […], "stopped": signal or None, "uses": what `mtb_core.gather_uses` gives}``.
+        ``{"head": …, "rows": […], "stopped": signal or None, "uses": what `mtb_evidence.gather_uses` gives}``.
     """
     start = Sample.take()
     request = work.request

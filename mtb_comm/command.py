@@ -294,7 +294,7 @@ def _write(document: dict[str, Any], given: dict[str, Any]) -> bool:
 def _comparisons(
     document: dict[str, Any], given: dict[str, Any], other: dict[str, Any] | None, log: Any
 ) -> list[tuple[list[Pair], str, list[str]]]:
-    """What was to be set beside the document: pairs, the other one's name, and the conditions that differ."""
+    """Comparisons of the document: pairs, name of the other side, and conditions that differ."""
     from .compare import other_conditions, pair_documents, pair_log  # noqa: PLC0415
 
     found = []

@@ -26,7 +26,7 @@ class Pair:
 
     @property
     def shown(self) -> Mapping[str, Any]:
-        """Whichever side there is, for what they share."""
+        """The side that is there, ours first; for values that both sides share."""
         side = self.ours if self.ours is not None else self.theirs
         assert side is not None
         return side

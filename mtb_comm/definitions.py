@@ -1,4 +1,4 @@
-"""What is measured, in the terms of nccl-tests. Pure functions, no torch.
+"""Definitions of the measured quantities, in the terms of nccl-tests. Pure functions, no torch.
 
 Source of S, algbw and busbw: nccl-tests, ``doc/PERFORMANCE.md`` and ``src/*.cu``
 (https://github.com/NVIDIA/nccl-tests). A gigabyte is 10^9 bytes.
@@ -72,10 +72,10 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def bandwidths(operation: str, size_bytes: int, seconds: float, ranks: int) -> tuple[float | None, float | None]:
-    """(algbw, busbw) in 10^9 bytes per second; None where there is no size, or no time passed.
+    """(algbw, busbw) in 10^9 bytes per second; None if the size or the time is 0.
 
-    `size_bytes` is S: the bytes of the whole buffer, which is what one rank holds in the end for all_gather and
-    gather, at the beginning for reduce_scatter and scatter, and either for the others.
+    `size_bytes` is S, the bytes of the whole buffer. One rank holds it at the end for all_gather and gather, at the
+    beginning for reduce_scatter and scatter, and both times for the others.
     """
     if not size_bytes or seconds <= 0:
         return None, None
@@ -92,5 +92,5 @@ def whole_elements(operation: str, size_bytes: int, dtype: str, ranks: int, *, u
 
 
 def count_of(operation: str, elements: int, ranks: int) -> int:
-    """What nccl-tests prints as ``count``: the elements of one rank's part where S has such parts, else all."""
+    """The ``count`` column of nccl-tests: elements of one rank's part if S has parts, else all elements."""
     return elements // ranks if OPERATIONS[operation].parts else elements

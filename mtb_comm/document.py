@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from mtb_core import ConfigError, Failure, Timed, performance_fields, provenance
+from mtb_core import ConfigError, Failure
+from mtb_evidence import Timed, performance_fields, provenance
 
 from .definitions import DEFINITION
 from .fit import fit_rows

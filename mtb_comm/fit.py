@@ -1,10 +1,11 @@
 """The latency-bandwidth model t(S) = alpha + S / beta, fitted to measured points. Pure.
 
 Hockney's model ("The communication challenge for MPP", Parallel Computing 20, 1994). Times range over orders of
-magnitude, and the relative noise of small ones is larger: the median of each size counts with 1/t^1.5, between equal
-absolute (1) and equal relative (1/t^2) errors. So alpha comes from small sizes and beta from large ones, also where a
+magnitude, and small ones have more relative noise. So the median of each size has the weight 1/t^1.5, between equal
+absolute (1) and equal relative (1/t^2) errors. Alpha then comes from small sizes and beta from large ones, even if a
 link lets short bursts through faster than its rate. Huber's weights, reweighted until they settle, keep single odd
-sizes from bending the line (Huber, "Robust Statistics", 1981; 1.345 and 1.4826 are his constants for normal errors).
+sizes from bending the line. Source: Huber, "Robust Statistics", 1981; 1.345 and 1.4826 are his constants for normal
+errors.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def kept_file() -> Iterator[Path | None]:
 
 
 def read_kept(path: Path | None) -> list[dict[str, Any]]:
-    """What a rank that did not come to its end has left; a last line that was cut is dropped."""
+    """Rows of a rank that did not finish; a last line that was cut is dropped."""
     lines: list[dict[str, Any]] = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8").splitlines() if path is not None else ():
@@ -60,7 +60,7 @@ def read_kept(path: Path | None) -> list[dict[str, Any]]:
 
 
 def warned(fields: Mapping[str, Any]) -> bool:
-    """Whether a message of a rank was about what is kept; then it is on stderr now."""
+    """True if a message of a rank was a warning about kept rows; it is then on stderr."""
     if fields.get("event") != _EVENT:
         return False
     _warn(fields["text"])

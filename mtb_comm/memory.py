@@ -1,4 +1,4 @@
-"""What buffers take at least, held against this machine's memory. Pure but for asking how much there is; no torch."""
+"""Least memory that buffers need, checked against this machine's. Pure, but for reading the memory; no torch."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def contributed(rank: int, ranks: int, dtype: str, reduction: str) -> Values:
 
 
 def reduced(ranks: int, dtype: str, reduction: str) -> Values:
-    """What `contributed` of all ranks comes to."""
+    """``values(positions)`` of the reduction of `contributed` over all ranks."""
     if reduction == "avg":
         return lambda positions: _averaged_base(positions, ranks, exact_limit(dtype))
     combinations: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -90,9 +90,9 @@ def count_wrong(buffer: torch.Tensor, values: Values, *, start: int = 0, slack: 
 
 
 def slack_of(reduction: str | None, dtype: str | None, ranks: int, backend: str) -> float:
-    """How far, relatively, a right result may be off.
+    """Relative error that a right result may have.
 
-    Nothing, but for one case: NCCL multiplies by 1/n before it adds, which rounds where n is no power of two.
+    It is 0 but for one case: NCCL multiplies by 1/n before it adds, which rounds unless n is a power of two.
     """
     if backend == "nccl" and reduction == "avg" and dtype in FLOAT_DTYPES and ranks & (ranks - 1):
         return ranks * torch.finfo(DTYPES[dtype]).eps

@@ -1,4 +1,4 @@
-"""What this distribution provides: commands ``comm`` and ``moe``. Torch-free."""
+"""Entry point: commands ``comm`` and ``moe``. Torch-free."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _OPERATION_ALIASES = {
 
 @attrs.frozen(kw_only=True)
 class CommRequest:
-    """What is to be measured; names are checked here.
+    """The measurement that was asked for; names are checked here.
 
     Attributes:
         sizes: S in bytes, as asked; each operation rounds down to what it can have.

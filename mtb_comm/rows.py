@@ -14,7 +14,7 @@ from .wire import WireBytes, split_loads, split_wire_bytes, wire_bytes
 
 @attrs.frozen
 class Measured:
-    """What came out at one point: seconds of each iteration, and wrong elements on all ranks (None: not checked)."""
+    """Result of one point: seconds of each iteration; wrong elements on all ranks (None: not checked)."""
 
     seconds: list[float]
     wrong: int | None

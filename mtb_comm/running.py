@@ -10,7 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from mtb_core import ConfigError, Failure, environment, external_launcher, run_ranks
+from mtb_core import ConfigError, Failure, external_launcher, run_ranks
+from mtb_evidence import environment
 
 from .bench import Tamper, Work, measure
 from .document import make_document
@@ -109,7 +110,7 @@ def measure_all(
 
 
 def _refuse_early(request: CommRequest, nproc: int, device: str, backend: str) -> None:
-    """What can be known before any rank exists; where ranks are external, each of them says the same.
+    """Refuse wrong requests before any rank exists; external ranks each give the same error.
 
     On ``auto`` devices the backend is not known yet, so only what no backend does is refused here.
     """

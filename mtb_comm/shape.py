@@ -36,7 +36,7 @@ EXIT_REASONS = ("done", "stopped", "interrupted", "failed")
 
 
 def shape_fault(document: Mapping[str, Any]) -> str | None:
-    """What a document lacks or holds of another kind, in words; None: nothing."""
+    """Error text if a value of the document is missing or of another type; None if all are right."""
     fault = _fault(document, _DOCUMENT, "it")
     if fault is None and document["exit_reason"] not in EXIT_REASONS:
         fault = f"exit_reason is {document['exit_reason']!r}"

@@ -1,4 +1,4 @@
-"""What each backend can do, so that what it cannot is said before any rank starts. Pure.
+"""Table of what each backend supports, so that the rest is refused before any rank starts. Pure.
 
 Gloo's part was tried out, every combination, with torch 2.13; NCCL's follows the tables of torch and of NCCL.
 A backend that turns out to lack more says so when it is called; see `mtb_comm.bench`.
@@ -14,12 +14,12 @@ _BITWISE = ("band", "bor", "bxor")
 def why_not(
     operation: str, dtype: str | None, reduction: str | None, in_place: bool | None, backend: str
 ) -> str | None:
-    """Why `backend` cannot do this; None where it can."""
+    """Error text if `backend` does not support this; None if it does."""
     return _placement(operation, in_place) or _reduction(dtype, reduction, backend)
 
 
 def too_few_ranks(operation: str, ranks: int) -> str | None:
-    """Why `operation` cannot be done by so few ranks; None where it can."""
+    """Error text if `operation` needs more than `ranks` ranks; None if it does not."""
     if operation == "send_recv" and ranks < 2:
         return "send_recv passes data around a ring, which takes at least 2 ranks"
     return None

@@ -1,10 +1,10 @@
 """The timed loop, and how iterations are timed over all ranks.
 
-Iterations run back to back, as in nccl-tests and in a training step, with nothing between them but reading the clock.
-An iteration has ended when the last rank has finished it; its time runs from the end of the one before (the first
-one's from the start, where all ranks leave a barrier). So a slow rank shows wherever it is slow, and the mean is
-exactly what nccl-tests reports: the loop's time on the slowest rank, divided by the number of iterations. The mean of
-each iteration's slowest single call would be larger: ranks that wait in turn would all be counted.
+Iterations run back to back, as in nccl-tests and in a training step; only the clock is read between them. An
+iteration has ended when the last rank has finished it. Its time runs from the end of the one before; that of the first
+one from the barrier that all ranks leave. So a slow rank shows wherever it is slow. The mean is exactly that of
+nccl-tests: the loop's time on the slowest rank, divided by the number of iterations. The mean of each iteration's
+slowest single call would be larger: ranks that wait in turn would all be counted.
 
 Clock: ``time.perf_counter`` around calls that return when this rank is done, on CPU; events on the device's stream,
 read after the loop, on CUDA.
@@ -66,12 +66,12 @@ def time_statistics(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def next_loop(done_s: Sequence[float], iterations: int, wanted_s: float | None, estimate_s: float) -> int:
-    """How many iterations to run next, in a loop of about `LOOP_S`; 0: enough is done.
+    """Number of iterations to run next, in a loop of about `LOOP_S`; 0: enough are done.
 
     Args:
         done_s: seconds of the iterations so far.
-        iterations: how many there are to be, unless `wanted_s` says how long they are to take together (of which there
-            are `MAX_ITERATIONS` at most).
+        iterations: number of iterations in all; not used if `wanted_s` is given.
+        wanted_s: seconds that all iterations take together, with at most `MAX_ITERATIONS` of them.
         estimate_s: of one iteration, before there are any; 0: nothing is known, so one alone comes first.
     """
     if not done_s and not estimate_s:

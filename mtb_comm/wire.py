@@ -1,8 +1,8 @@
 """The bytes that a backend's algorithm sends for one call. Pure.
 
-Gloo's algorithms are fixed for torch 2.13 and were held against an interface's byte counters: all_reduce is a ring of
-reduce-scatter and all-gather, reduce_scatter is an all_reduce of the whole buffer, broadcast a binomial tree, reduce a
-ring reduce-scatter whose parts the root collects. NCCL chooses its algorithm when it runs (ring, tree, in the
+Gloo's algorithms are fixed for torch 2.13 and were compared with an interface's byte counters. All_reduce is a ring of
+reduce-scatter and all-gather; reduce_scatter is an all_reduce of the whole buffer; broadcast is a binomial tree; reduce
+is a ring reduce-scatter whose parts the root collects. NCCL chooses its algorithm when it runs (ring, tree, in the
 network); only what it does point to point is known beforehand. Headers are not counted.
 """
 

@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from .config import TrainConfig, load_config
     from .launch.worker import external_launcher
     from .launching import RanksOutcome, run_ranks
-    from .measure.audit import audit_folder, private_details
     from .measure.collectives import CountCollectives
-    from .measure.environment import environment, provenance, redact, redact_command
     from .measure.jsonio import dumps, write_json
     from .measure.outputs import check_output
+    from .measure.redaction import redact, redact_command
     from .measure.result import Result
     from .measure.statistics import percentile, summarize
     from .measure.student import student_cdf, student_quantile
-    from .measure.validity import Sample, Timed, formal_obstacles, gather_uses, performance_fields
     from .ranks.agree import from_rank_zero, gather_objects, same_on_all
     from .ranks.buffers import BufferSync, broadcast_buffers
     from .ranks.failures import Failure
@@ -47,31 +45,22 @@ _LAZY = {
     "Inquiry": ".ranks.inquiry",
     "RanksOutcome": ".launching",
     "Result": ".measure.result",
-    "Sample": ".measure.validity",
-    "Timed": ".measure.validity",
     "TrainConfig": ".config",
     "Worker": ".ranks.worker",
-    "audit_folder": ".measure.audit",
     "broadcast_buffers": ".ranks.buffers",
     "check_output": ".measure.outputs",
     "create_missing_state": ".api.state",
     "dumps": ".measure.jsonio",
-    "environment": ".measure.environment",
     "external_launcher": ".launch.worker",
-    "formal_obstacles": ".measure.validity",
     "from_rank_zero": ".ranks.agree",
     "gather_objects": ".ranks.agree",
-    "gather_uses": ".measure.validity",
     "given_settings": ".cli.options",
     "keep_checkpoint": ".ckpt.publish",
     "load_config": ".config",
     "module_state": ".api.state",
     "percentile": ".measure.statistics",
-    "performance_fields": ".measure.validity",
-    "private_details": ".measure.audit",
-    "provenance": ".measure.environment",
-    "redact": ".measure.environment",
-    "redact_command": ".measure.environment",
+    "redact": ".measure.redaction",
+    "redact_command": ".measure.redaction",
     "reports_here": ".running",
     "run": ".running",
     "run_ranks": ".launching",
@@ -95,30 +84,21 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "Inquiry",
     "RanksOutcome",
     "Result",
-    "Sample",
-    "Timed",
     "TrainConfig",
     "Worker",
     "__version__",
-    "audit_folder",
     "broadcast_buffers",
     "check_output",
     "create_missing_state",
     "dumps",
-    "environment",
     "external_launcher",
-    "formal_obstacles",
     "from_rank_zero",
     "gather_objects",
-    "gather_uses",
     "given_settings",
     "keep_checkpoint",
     "load_config",
     "module_state",
     "percentile",
-    "performance_fields",
-    "private_details",
-    "provenance",
     "redact",
     "redact_command",
     "reports_here",

@@ -16,16 +16,15 @@ import attrs
 
 from mtb_core.api.descriptions import LauncherInfo
 from mtb_core.api.errors import ConfigError
+from mtb_core.api.evidence import Evidence
 from mtb_core.api.layout import World
 from mtb_core.config import TrainConfig
 from mtb_core.launch.display import Display
 from mtb_core.launch.spec import LaunchSpec, rank_log, start_ranks
 from mtb_core.launch.worker import external_launcher, world_of
-from mtb_core.measure.audit import ADDRESS, HOME_FOLDER, HOST, audit_folder
-from mtb_core.measure.environment import environment, provenance, redact
 from mtb_core.measure.outputs import check_output
+from mtb_core.measure.redaction import redact
 from mtb_core.measure.result import Result
-from mtb_core.measure.validity import formal_obstacles
 from mtb_core.ranks.failures import Failure
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
@@ -60,11 +59,12 @@ def run(
     external = external_launcher() is not None
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
     planned = plan_run(config, registry, world)
+    evidence = registry.make_evidence()
     if config.output is not None:
         read = (config.data, config.eval_data, config.model.partition(":")[0])
         check_output(config.output, inputs=[place for place in read if place is not None])
-    if config.formal:
-        _check_formal()
+    if config.formal and (obstacles := evidence.obstacles(sys.argv)):
+        raise ConfigError(f"--formal cannot begin: {'; '.join(obstacles)}.")
     check_network(config)
     several_nodes = config.max_nodes > 1
     nothing = nothing_left(planned)
@@ -81,29 +81,24 @@ def run(
         if nothing is not None:
             display.message(f"{nothing[0].upper()}{nothing[1:]}.")
         if nothing is not None and alike:
-            result = idle_result(planned, payload.argv, nothing)
+            result = idle_result(planned, payload.argv, nothing, evidence)
         else:
-            result = _on_ranks(payload, planned, display, None if here else registry.launcher(config.launcher))
+            launcher = None if here else registry.launcher(config.launcher)
+            result = _on_ranks(payload, planned, evidence, display, launcher)
         if reports_here():
-            result = _audited(result, payload.folder, display.warning)
+            result = _audited(result, evidence, payload.folder, display.warning)
     measured_before = nothing is not None and config.output is not None and Path(config.output).is_file()
     if config.output is not None and not measured_before and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
 
 
-def _audited(result: Result, folder: Path | None, warn: Callable[[str], None]) -> Result:
-    """`result`, marked as not publishable if the records of the run tell who ran it or where.
-
-    The ranks' output is not searched: it is the user's own. A path or endpoint in ``config.toml`` that has a host's name
-    or address in it, or another user's home, is needed to run it again.
-    """
+def _audited(result: Result, evidence: Evidence, folder: Path | None, warn: Callable[[str], None]) -> Result:
+    """`result`, marked as not publishable if the records of the run tell who ran it or where."""
     place = folder if folder is not None else Path(result.run_dir or "").expanduser()
     if result.run_dir is None or not (place / "result.json").is_file():
         return result
-    found = audit_folder(place, skip=("logs", "trace", "hang"))
-    found["config.toml"] = [kind for kind in found.get("config.toml", ()) if kind not in (HOME_FOLDER, HOST, ADDRESS)]
-    reasons = [f"{file} tells who ran it or where ({', '.join(kinds)})" for file, kinds in found.items() if kinds]
+    reasons = list(evidence.audit(place))
     if not reasons:
         return result
     warn(
@@ -115,12 +110,6 @@ def _audited(result: Result, folder: Path | None, warn: Callable[[str], None]) -
     return marked
 
 
-def _check_formal() -> None:
-    obstacles = formal_obstacles(provenance(sys.argv))
-    if obstacles:
-        raise ConfigError(f"--formal cannot begin: {'; '.join(obstacles)}.")
-
-
 def reports_here() -> bool:
     """Whether this process is the one that talks to people: of external ranks, rank 0."""
     return external_launcher() is None or _external_rank() == 0
@@ -130,7 +119,9 @@ def _external_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def _on_ranks(payload: Payload, planned: Planned, display: Display, launcher: LauncherInfo | None) -> Result:
+def _on_ranks(
+    payload: Payload, planned: Planned, evidence: Evidence, display: Display, launcher: LauncherInfo | None
+) -> Result:
     """Train on this process's rank, or on those that `launcher` starts."""
     config = payload.config
     logs = _log_dir(payload)
@@ -154,7 +145,7 @@ def _on_ranks(payload: Payload, planned: Planned, display: Display, launcher: La
         launcher,
     )
     if not outcome.values:
-        return _failed(payload, planned, outcome.failure, outcome.exit_reason, outcome.restarts, logs)
+        return _failed(payload, planned, evidence, outcome.failure, outcome.exit_reason, outcome.restarts, logs)
     result = Result.from_json(next(iter(outcome.values.values())))
     if payload.folder is None and config.run_dir is None and result.run_dir is not None and logs.is_dir():
         _move(logs, Path(result.run_dir).expanduser() / "logs")
@@ -189,6 +180,7 @@ def _sentence(text: str) -> str:
 def _failed(
     payload: Payload,
     planned: Planned,
+    evidence: Evidence,
     failure: Failure | None,
     exit_reason: str,
     restarts: int,
@@ -209,10 +201,9 @@ def _failed(
         samples_seen=last.get("samples_seen", 0),
         tokens_seen=last.get("tokens_seen", 0),
         runtime={"resumed": False, "restarts": restarts, "seed": payload.config.seed},
-        environment=environment(),
         plugins=[{"name": name, "version": version} for name, version in planned.registry.plugins_in_use()],
-        provenance=provenance(payload.argv),
         performance_invalid_reasons=[f"the run ended early: {exit_reason}"],
+        **evidence.origin(payload.argv),
     )
     if payload.folder is not None:
         result.write(payload.folder / "result.json")

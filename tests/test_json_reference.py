@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import mtb_core
 from mtb_core.cli import main
-from mtb_core.measure.environment import environment, provenance
 from mtb_doctor.command import doctor
+from mtb_evidence import environment, provenance
 
 
 def described(section: str) -> set[str]:

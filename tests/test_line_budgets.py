@@ -15,21 +15,21 @@ RECORD = "docs/decisions/0013-line-budgets.md"
 
 #: The most lines that the modules of a folder, and of the folders in it, may have together; tests do not count.
 BUDGETS = {
-    "mtb_core/*.py": 590,
-    "mtb_core/api": 1730,
+    "mtb_core/*.py": 505,
+    "mtb_core/api": 1840,
     "mtb_core/builtin": 380,
     "mtb_core/ckpt": 4340,
     "mtb_core/cli": 1225,
     "mtb_core/config": 840,
     "mtb_core/data": 965,
     "mtb_core/launch": 600,
-    "mtb_core/measure": 1850,
+    "mtb_core/measure": 990,
     "mtb_core/model": 800,
     "mtb_core/ranks": 1260,
-    "mtb_core/registry": 1120,
+    "mtb_core/registry": 1150,
     "mtb_core/testing": 22,
     "mtb_core/train": 2300,
-    "mtb_core": 17940,
+    "mtb_core": 17150,
     "all packages": 53120,
 }
 #: By how many percent a budget may lie above what is there.

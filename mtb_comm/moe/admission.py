@@ -1,8 +1,8 @@
-"""Who gets a place: from what tokens want to the slots that experts take, the same on any number of ranks.
+"""Admission: from the experts that tokens want to the slots that they get, equal on any number of ranks.
 
 An expert's capacity is over the tokens of all ranks. Its queue has the first choices of all tokens, then all second
 choices, and so on (as in GShard, arXiv:2006.16668, algorithm 1); within a choice tokens stand in global order, which is
-by rank and then by position. So where a token goes does not depend on how many ranks there are.
+by rank and then by position. So a token's experts do not depend on the number of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every rank does: set up a point, check it, run it, and turn what all ranks saw into a row."""
+"""The entry of every rank: set up a point, check it, run it, and make a row of the results of all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from mtb_comm.kept import Kept
-from mtb_core import RankContext, Sample, Worker, environment, gather_objects, gather_uses, same_on_all
+from mtb_core import RankContext, Worker, gather_objects, same_on_all
+from mtb_evidence import Sample, environment, gather_uses
 
 from .check import TOLERANCE, Inputs, compare, differentiate, failures
 from .clock import Clock
@@ -26,12 +27,12 @@ from .settings import RouteSettings
 
 @attrs.frozen
 class Work:
-    """What the ranks are given.
+    """Input of the ranks.
 
     Attributes:
         points: measured one after the other.
-        rows: rank 0 puts where it runs and each finished row into this file, one a line, so that none is lost if a
-            later point fails; None: none is kept.
+        rows: file to which rank 0 appends the environment and each finished row, one a line, so that no row is lost
+            if a later point fails; None: none is kept.
     """
 
     points: tuple[RouteSettings, ...]
@@ -39,9 +40,10 @@ class Work:
 
 
 def measure_points(work: Work, ctx: RankContext, worker: Worker) -> dict[str, Any]:
-    """Where it ran; as ``rows`` one row for each point, in order; as ``uses`` what `mtb_core.gather_uses` gives.
+    """Measure all points. Returns the environment, ``rows`` in the order of the points, and ``uses``.
 
-    Called on every rank. Where a rank was asked to stop, all stop together, with the rows that are finished.
+    Called on every rank. ``uses`` is the value of `mtb_evidence.gather_uses`. If a rank is asked to stop, all stop
+    together, with the rows that are finished.
     """
     start = Sample.take()
     same_on_all(ctx, "what to measure", work.points)

@@ -22,7 +22,7 @@ TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12, "bf16": 2e-2}
 
 @attrs.frozen
 class Inputs:
-    """What one rank puts in: tokens [T, d], a leaf that takes a gradient; preferences; d(loss)/d(output) [T, d]."""
+    """Inputs of one rank: tokens [T, d], a leaf with a gradient; preferences; d(loss)/d(output) [T, d]."""
 
     x: Tensor
     preference: Tensor | None

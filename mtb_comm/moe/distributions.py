@@ -1,4 +1,4 @@
-"""How tokens spread over experts: what tokens prefer, as if a router had learned it.
+"""Distributions of tokens over experts: preferences like those of a router that has learned them.
 
 For ``uniform`` and ``zipf`` each token's experts are drawn one after the other without replacement, expert e with the
 probability p_e among those left (by Gumbel's trick: Kool et al., arXiv:1903.06059). For ``hot`` the first choice of a

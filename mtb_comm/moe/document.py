@@ -11,23 +11,15 @@ import attrs
 
 from mtb_comm.kept import cause_of, first_line, kept_file, read_kept
 from mtb_comm.points import ranks_of
-from mtb_core import (
-    ConfigError,
-    RanksOutcome,
-    Timed,
-    environment,
-    external_launcher,
-    performance_fields,
-    provenance,
-    run_ranks,
-)
+from mtb_core import ConfigError, RanksOutcome, external_launcher, run_ranks
+from mtb_evidence import Timed, environment, performance_fields, provenance
 
 from .settings import RouteSettings
 
 
 @attrs.frozen
 class Launch:
-    """Where and on how many ranks to measure; see `mtb_core.run_ranks`."""
+    """Number, device, backend and start method of the ranks; see `mtb_core.run_ranks`."""
 
     nproc: int
     device: str
@@ -80,7 +72,7 @@ def measure(
 
 
 def _found(kept: Path | None, launch: Launch) -> dict[str, Any]:
-    """What ranks left that did not come to their end; where they did not even meet, what was asked for."""
+    """Rows of ranks that did not finish; if they never met, a head that says what was asked for."""
     nowhere = {"world_size": ranks_of(launch.nproc), "device": None, "backend": None}
     head, *rows = read_kept(kept) or [{**nowhere, "environment": environment()}]
     return {**head, "rows": rows}
@@ -88,7 +80,7 @@ def _found(kept: Path | None, launch: Launch) -> dict[str, Any]:
 
 @attrs.frozen
 class Measured:
-    """What the ranks found, of how many points, and how it ended."""
+    """Result of the ranks, the number of points asked for, and the outcome."""
 
     found: dict[str, Any]
     points: int
@@ -102,7 +94,7 @@ class Measured:
 
     @property
     def exit_code(self) -> int:
-        """What ``mtb`` ends with: 0; 1 where a check failed; 3, 4 and 130 where the ranks did not come to their end."""
+        """Exit code of ``mtb``: 0; 1 if a check failed; 3, 4, 130 if ranks failed, stopped, were interrupted."""
         early = {"failed": 3, "stopped": 4, "interrupted": 130}.get(self.outcome.exit_reason)
         if early is not None and external_launcher() and self.outcome.exit_reason != "failed":
             return 0  # torchrun takes any other code for a failure

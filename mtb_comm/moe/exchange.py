@@ -1,4 +1,4 @@
-"""What ranks send each other: counts first, then rows of tokens, which gradients travel back along.
+"""Exchange between ranks: first counts, then rows of tokens; gradients travel back the same way.
 
 Every function here is called by all ranks, in the same order, also by ranks that have no token and own no expert.
 """
@@ -44,9 +44,9 @@ class Exchange:
         return everyone.view(self.ranks, -1)
 
     def swap_counts(self, rows_per_expert: Tensor, experts_per_rank: Sequence[int]) -> Tensor:
-        """How many rows each rank will send to each expert of this rank: [ranks, own experts].
+        """Number of rows that each rank will send to each expert of this rank: [ranks, own experts].
 
-        `rows_per_expert` [E] is what this rank will send to each expert. Ends the phase ``count_exchange``.
+        `rows_per_expert` [E] are the rows that this rank will send to each expert. Ends the phase ``count_exchange``.
         """
         own = experts_per_rank[self.rank]
         received = rows_per_expert.new_empty(self.ranks * own)

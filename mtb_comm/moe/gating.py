@@ -16,7 +16,7 @@ def probabilities(logits: Tensor, gate: str) -> Tensor:
 
 
 def slot_weights(gates: Tensor, experts: Tensor) -> Tensor:
-    """What each of a token's experts counts in its output: [T, k] of gates [T, E] and chosen experts [T, k].
+    """Weights of each token's experts in its output: [T, k] of gates [T, E] and chosen experts [T, k].
 
     With k = 1 the gate itself, as in Switch Transformers (arXiv:2101.03961, equation 2): a constant would leave the
     router without a gradient. With k > 1 gates are divided by their sum over the token's experts, as in GShard
@@ -31,9 +31,9 @@ def slot_weights(gates: Tensor, experts: Tensor) -> Tensor:
 def load_balancing_share(gates: Tensor, requested: Tensor, tokens: int, top_k: int) -> Tensor:
     """This rank's share of the load-balancing loss; over all ranks the shares sum to ``E * sum_i(f_i * P_i)``.
 
-    f_i is the fraction of all slots that asked for expert i before any capacity (`requested` [E], of all ranks, over
-    top_k * tokens), P_i the mean over all `tokens` of the probability of expert i; sigmoid gates are divided by their
-    sum first. It is 1 where both are even. The gradient flows through P alone. Because f is a constant, the shares
+    f_i is the fraction of all slots that asked for expert i before any capacity: `requested` [E], of all ranks, over
+    top_k * tokens. P_i is the mean over all `tokens` of the probability of expert i; sigmoid gates are divided by their
+    sum first. The loss is 1 if both are even. The gradient flows through P alone. Because f is a constant, the shares
     are differentiated without communication.
 
     Source: Fedus et al., "Switch Transformers" (arXiv:2101.03961), equations 4 to 6, there for k = 1 and scaled by

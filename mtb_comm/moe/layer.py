@@ -21,7 +21,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.flo
 
 @attrs.frozen
 class Traffic:
-    """What one pass moved, as this rank sees it.
+    """Traffic of one pass, as counted on this rank.
 
     Attributes:
         requested: [E], first requests of all ranks' slots before any capacity.

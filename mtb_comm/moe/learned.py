@@ -1,7 +1,7 @@
 """A router that was learned: a small byte model, trained on a text, whose hidden layer is the mixture of experts.
 
-The model predicts a byte from the `CONTEXT` bytes before it: their embeddings are summed and normalised (these are
-the activations that the router sees), go through the mixture of experts, which is added to them, and an output layer.
+The model predicts a byte from the `CONTEXT` bytes before it. Their embeddings are summed and normalised; these are
+the activations that the router sees. The mixture of experts is added to them, and an output layer follows.
 All ranks train it together, each on its own positions of the text.
 """
 
@@ -32,7 +32,7 @@ _LEARNING_RATE, _BETA1, _BETA2, _EPS = 3e-3, 0.9, 0.98, 1e-8
 
 @attrs.frozen
 class Learned:
-    """What training left: the layer's weights on this rank, this rank's activations [T, d], first and last loss."""
+    """Result of training: the layer's weights and activations [T, d] of this rank, first and last loss."""
 
     weights: dict[str, Tensor]
     activations: Tensor

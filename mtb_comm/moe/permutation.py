@@ -40,9 +40,10 @@ def unpermute(rows: Tensor, slots: Slots, tokens: int) -> Tensor:
 
 
 def by_own_expert(received: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """How to sort received rows, which come by source rank and then by expert, by expert alone.
+    """Permutation that sorts received rows, which come by source rank and then by expert, by expert alone.
 
-    `received` [ranks, own experts] are their numbers, `rows` the sum of these. Returns the index that sorts them, and the one that undoes it.
+    `received` [ranks, own experts] are their numbers, `rows` the sum of these. Returns the index that sorts them, and
+    the one that undoes it.
     """
     own = received.shape[1]
     experts = torch.arange(own, device=received.device).repeat(received.shape[0])

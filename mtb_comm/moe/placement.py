@@ -1,4 +1,4 @@
-"""Which rank owns which expert, and how many tokens an expert takes. Pure arithmetic, torch-free."""
+"""Owner rank and capacity of each expert. Pure arithmetic, torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 
 def experts_per_rank(experts: int, ranks: int) -> tuple[int, ...]:
-    """How many experts each rank owns: as even as it goes, the first ``experts % ranks`` ranks have one more.
+    """Number of experts of each rank, as even as possible: the first ``experts % ranks`` have one more.
 
     Ranks beyond the number of experts own none; they still take part in every collective.
     """

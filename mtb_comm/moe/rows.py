@@ -27,7 +27,7 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 @attrs.frozen
 class RankRecord:
-    """What one rank saw.
+    """Measurements of one rank.
 
     Attributes:
         traffic: of the last pass; all passes of a point move the same.
@@ -52,7 +52,7 @@ def row(settings: RouteSettings, ranks: Sequence[RankRecord]) -> dict[str, Any]:
 
 
 def _load(settings: RouteSettings, ranks: Sequence[Traffic]) -> dict[str, Any]:
-    """Who got how much. A slot is a token's claim on one expert."""
+    """Load of experts and ranks. A slot is a token's claim on one expert."""
     experts = [sum(counts) for counts in zip(*(rank.per_expert for rank in ranks), strict=True)]
     received = [sum(rank.receive) for rank in ranks]
     requested, capacity = ranks[0].requested, ranks[0].capacity

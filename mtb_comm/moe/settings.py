@@ -1,4 +1,4 @@
-"""What is to be measured, checked where it is made. Torch-free: wrong input is refused before any rank starts."""
+"""Settings of a measurement, checked when made. Torch-free: wrong input is refused before any rank starts."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class RouteSettings:
         num_experts: E, over all ranks.
         top_k: experts that a token asks for.
         capacity_factor: None: dropless. Otherwise an expert takes at most ceil(factor * top_k * T / E) tokens.
-        overflow: what becomes of a slot (a token's claim on an expert) that finds its expert full: ``"drop"`` adds
-            nothing, ``"residual"`` puts the token itself in place of the expert's output, ``"next"`` goes on to the
-            token's next-best expert that has room.
+        overflow: rule for a slot (a token's claim on an expert) if its expert is full. ``"drop"`` adds nothing;
+            ``"residual"`` puts the token itself in place of the expert's output; ``"next"`` goes on to the token's
+            next-best expert that has room.
         gate: ``"softmax"`` or ``"sigmoid"``.
         routing: ``"token"``: tokens choose experts; ``"expert"``: experts choose tokens.
         distribution: how tokens spread over experts, see `mtb_comm.moe.distributions`.
         zipf_s: exponent of ``"zipf"``.
         hot_share: of ``"hot"``: share of the tokens whose first choice is expert 0.
-        counts: of ``"counts"``: what the experts get, relative to each other.
+        counts: of ``"counts"``: shares of the experts, relative to each other.
         data: of ``"learned"``: a file whose bytes are the text.
         router_steps: of ``"learned"``: steps of training before the measurement.
         aux_weight: of the load-balancing loss in the loss that is differentiated.

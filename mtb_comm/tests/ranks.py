@@ -1,4 +1,4 @@
-"""What tests run on ranks; a module, so that workers can import it."""
+"""Entries that tests run on ranks; a module, so that workers can import it."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _times_by_hand(path):
 
 
 def _documents_that_lack_something(document, path):
-    """Whatever is missing, or of another kind, is named, rather than found out after the measurement."""
+    """The command names a value that is missing or of another type before it measures anything."""
     row, fit = document["results"][0], document["fits"][0]
     for place in (document, row, row["time_ms"], fit):
         for key in [key for key in place if key not in UNUSED]:
@@ -226,7 +226,7 @@ def test_stop_keeps_finished_rows(tmp_path, number, code, reason):
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_rank_ends_all(tmp_path, victim):
-    """Whichever rank dies: exit code 3, nobody is left, the finished row is kept and the cause named."""
+    """The death of any rank gives exit code 3, ends all, keeps finished rows, and names the cause."""
     output = tmp_path / "x.json"
     process = started("all_reduce", *LONG, "--output", str(output))
     ranks = workers(process)

@@ -27,7 +27,7 @@ class Full:
 
 
 def test_rows_come_back():
-    """What was written is read again; a last line that was cut is dropped, and so is a file that is not there."""
+    """Written rows are read again; a last line that was cut and a missing file give no row."""
     with kept_file() as path:
         assert path is not None
         assert read_kept(path) == read_kept(None) == []
@@ -63,7 +63,7 @@ def test_a_full_disk_does_not_end_a_run(monkeypatch, capsys, nproc):
 
 
 def test_no_folder_at_all(monkeypatch, capsys):
-    """Where not even the folder can be made, nothing is kept."""
+    """If the folder cannot be made, nothing is kept."""
 
     def full(**_kwargs):
         raise OSError(28, "No space left on device")

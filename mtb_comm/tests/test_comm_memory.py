@@ -16,7 +16,7 @@ from mtb_core import ConfigError
      ("broadcast", 4096), ("reduce", 4096), ("gather", 3072), ("scatter", 3072), ("barrier", 0)],
 )  # fmt: skip
 def test_buffers(operation, needed):
-    """What two ranks allocate for S of 2 KiB where their placement is the usual one."""
+    """Two ranks allocate this many bytes for S of 2 KiB with the usual placement."""
     (point,) = plan_points(CommRequest(operations=(operation,), sizes=(2048,)), 2, "gloo")
     assert buffer_bytes(point, 2) == needed
 

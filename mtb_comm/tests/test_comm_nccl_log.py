@@ -61,7 +61,7 @@ def test_old_table_without_program_and_root():
 
 
 def test_mpirun_tags_and_several_programs():
-    """What mpirun puts before lines is not in the way, and a second program's rows are its own."""
+    """Tags of mpirun before lines are ignored, and a second program's rows are its own."""
     second = NEW.replace("all_reduce_perf", "alltoall_perf_mpi").replace("     sum", "    none")
     tagged = "\n".join(f"[1,0]<stdout>:{line}" for line in (NEW + second).splitlines())
     rows = list(parse_log(tagged.splitlines()))

@@ -19,7 +19,7 @@ def supported(dtype, reduction):
 
 
 def combine(parts, reduction, order):
-    """What a backend does: pair by pair in the dtype itself, in some order; an average divides at the end."""
+    """Reduce as a backend does: pair by pair in the dtype itself, in `order`; an average divides at the end."""
     operations = {
         "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
         "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,

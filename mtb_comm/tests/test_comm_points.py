@@ -55,7 +55,7 @@ def test_skipped_rows_have_a_reason():
     ],
 )
 def test_named_alone_it_is_an_error(fields, backend, words):
-    """Where nothing is left to measure, the reason is the error."""
+    """If nothing is left to measure, the reason is the error."""
     with pytest.raises(ConfigError, match=words):
         plan_points(CommRequest(**{"sizes": (1024,), **fields}), 2, backend)
 

@@ -30,7 +30,7 @@ def run(*words):
 
 
 def missing():
-    """Why the test cannot run here; None where it can."""
+    """Reason why the test cannot run here; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     lacking = [name for name in ("ip", "tc") if shutil.which(name) is None]

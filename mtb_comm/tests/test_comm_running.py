@@ -84,7 +84,7 @@ def test_swapped_chunks_are_found():
 
 
 def test_a_dying_rank_ends_all_and_rows_are_kept():
-    """What was finished before a rank was killed is in the document, which names the rank."""
+    """Rows that were finished before a rank was killed are in the document, which names the rank."""
     request = CommRequest(operations=("all_reduce", "gather", "broadcast"), sizes=(400,), iterations=1, warmup=0)
     document = measure(request, 2, tamper=_ranks_module().dies)
     assert document["exit_reason"] == "failed"
@@ -145,7 +145,7 @@ def test_a_slow_warm_up_does_not_count(monkeypatch):
 
 
 def test_backend_that_turns_out_to_lack_something(monkeypatch):
-    """What the table does not know is a skipped row with the backend's own words."""
+    """An operation that the backend refuses against the table is a skipped row with the backend's own words."""
     monkeypatch.setattr("mtb_comm.support._reduction", lambda *_args: None)
     request = CommRequest(
         operations=("all_reduce",), sizes=(64,), dtypes=("fp32", "int32"), reductions=("band",), iterations=1

@@ -21,7 +21,7 @@ def test_sizes_are_powers_of_1024(text, size):
 
 @pytest.mark.parametrize("text", ["9000000T", "9" * 5000])
 def test_sizes_that_torch_cannot_count(text):
-    """What does not fit into 64 bits is refused."""
+    """A size that does not fit into 64 bits is refused."""
     with pytest.raises(ConfigError, match="less than 2\\^63"):
         parse_size(text, "-b")
 
@@ -34,7 +34,7 @@ def test_other_sizes_are_refused(text):
 
 
 def test_size_text_reads_back():
-    """What is shown can be typed."""
+    """A printed size can be typed as an option."""
     for size in (1, 8, 1000, 1024, 3 * 2**20, 2**30):
         assert parse_size(size_text(size), "-b") == size
 

@@ -39,7 +39,7 @@ def test_nccl_chooses_for_itself():
 
 
 def test_uneven_splits():
-    """What a rank keeps is not sent; the load is the larger of sent and received."""
+    """A rank's own part is not sent; the load is the larger of sent and received bytes."""
     table = ((100, 20, 0), (300, 50, 0), (40, 10, 7))
     assert split_wire_bytes(table) == WireBytes(300, 370)
     assert split_loads(table) == [340, 300, 50]

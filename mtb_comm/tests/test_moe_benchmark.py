@@ -1,4 +1,4 @@
-"""What ranks do together around the measurement."""
+"""Ranks act together around the measurement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stop_on_one(work: Work, ctx: Any, worker: Any) -> list[list[float]]:
 
 
 def test_ranks_stop_together():
-    """Where one rank is asked to stop, all do after the same iteration, with the same finished rows."""
+    """If one rank is asked to stop, all stop after the same iteration, with the same finished rows."""
     work = Work(tuple(attrs.evolve(TINY, capacity_factor=factor) for factor in (1.0, 2.0, 3.0)))
     outcome = run_ranks(stop_on_one, work, nproc=2, device="cpu")
     assert outcome.value == [[1.0], [1.0]], outcome.failure

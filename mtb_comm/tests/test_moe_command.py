@@ -174,7 +174,7 @@ def test_wrong_input_is_refused(
 
 @pytest.mark.parametrize("content", ["[1, 2", '{"a": 1}', '[1, "x"]', "[true]"])
 def test_odd_counts_are_refused(capfd: pytest.CaptureFixture[str], tmp_path: Path, content: str):
-    """What is no list of numbers is refused by name."""
+    """A file that is no list of numbers is refused by name."""
     file = tmp_path / "counts.json"
     file.write_text(content)
     _, err = run(capfd, "route", "--distribution", "counts", "--counts", str(file), code=2)
@@ -190,7 +190,7 @@ def test_a_short_text_is_refused(capfd: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_a_failed_check_is_exit_code_1(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Where the layer's output is wrong the row says so, the figures are not valid, and the exit code is 1."""
+    """A wrong output of the layer fails its row, makes the figures invalid, and gives exit code 1."""
     real = layer_module.unpermute
     monkeypatch.setattr(layer_module, "unpermute", lambda *args: real(*args) * 1.01)
     out, _ = run(capfd, "route", *TINY, "--nproc", "2", "--json", code=1)
@@ -312,7 +312,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_finished_rows_stay_under_torchrun(tmp_path: Path):
-    """Where a rank of torchrun's dies, rank 0 writes the rows that were done before it leaves."""
+    """If a rank under torchrun dies, rank 0 writes the rows that were finished before it leaves."""
     script, output, plot = tmp_path / "dying.py", tmp_path / "x.json", tmp_path / "x.png"
     script.write_text(DYING)
     options = ["--capacity-factors", "1,2", "--skews", "0", "--output", str(output), "--plot", str(plot)]

@@ -11,7 +11,7 @@ from mtb_comm.moe.settings import RouteSettings
 
 
 def first_choices(settings: RouteSettings, ranks: int = 2) -> torch.Tensor:
-    """How many tokens of all ranks want each expert first."""
+    """Number of tokens of all ranks whose first choice is each expert."""
     wanted = torch.cat([preference(settings, rank, ranks) for rank in range(ranks)])
     return torch.bincount(wanted.argmax(dim=1), minlength=settings.num_experts)
 

@@ -83,7 +83,7 @@ def errors_of(work: Work, ctx: Any, _worker: Any) -> list[tuple[dict[str, float]
 
 
 def on_ranks(main: Callable[..., Any], nproc: int, work: Any) -> Any:
-    """What rank 0 returns; a failing rank's error is the test's."""
+    """Value of rank 0; a failing rank fails the test with its traceback."""
     outcome = run_ranks(main, work, nproc=nproc, device="cpu")
     assert outcome.exit_reason == "done", outcome.failure.traceback
     return outcome.value
@@ -98,7 +98,7 @@ def test_equals_the_naive_layer(nproc: int):
 
 
 def nan_in_turn(settings: RouteSettings, ctx: Any, _worker: Any) -> dict[str, list[str]]:
-    """What fails where, on rank 1, one gradient of an expert is NaN; by the gradient's name."""
+    """By name of an expert's gradient: the checks that fail if it is NaN on rank 1."""
     layer, inputs, passed = one_pass(settings, Work(()), ctx)
     out = {}
     for name in PARAMETERS:
@@ -191,7 +191,7 @@ def test_the_number_of_ranks_does_not_matter(overflow: str):
 
 
 def collectives_and_gradients(work: Work, ctx: Any, _worker: Any) -> Any:
-    """What this rank issued, in order, and the gradients of its experts."""
+    """Collectives that each rank issued, in order, and the largest gradients of its experts."""
     (settings,) = work.cases
     with CountCollectives() as counted:
         layer, _, _ = one_pass(settings, work, ctx)

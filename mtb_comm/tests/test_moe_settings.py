@@ -1,4 +1,4 @@
-"""What cannot be is refused where settings are made, and the message says what is valid."""
+"""Invalid settings are refused when they are made, and the message says what is valid."""
 
 from __future__ import annotations
 

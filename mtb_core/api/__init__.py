@@ -6,6 +6,7 @@ from .descriptions import (
     DatasetInfo,
     DoctorCheck,
     DoctorResult,
+    EvidenceInfo,
     FormatInfo,
     LauncherInfo,
     ModelInfo,
@@ -25,6 +26,7 @@ from .errors import (
     PluginError,
     RunFailed,
 )
+from .evidence import Evidence
 from .flat import fragment_pieces
 from .hooks import PLUGIN_API, DiscoverySpecs, ObserverSpecs, RunSpecs, StrategySpecs, hookimpl
 from .layout import Layout, Role, World
@@ -45,6 +47,8 @@ __all__ = [
     "DoctorCheck",
     "DoctorResult",
     "EvaluationWork",
+    "Evidence",
+    "EvidenceInfo",
     "FormatInfo",
     "Job",
     "LauncherInfo",

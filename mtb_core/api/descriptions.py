@@ -171,6 +171,15 @@ class LauncherInfo:
 
 
 @attrs.frozen
+class EvidenceInfo:
+    """A way to vouch for the figures of runs; `impl` is a subclass of `Evidence`, made as ``Class()``."""
+
+    name: str
+    help: str
+    impl: str = attrs.field(validator=_reference)
+
+
+@attrs.frozen
 class DoctorCheck:
     """A check of ``mtb doctor``; `impl` is a function ``() -> DoctorResult``."""
 

@@ -27,6 +27,7 @@ from .descriptions import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    EvidenceInfo,
     FormatInfo,
     LauncherInfo,
     ModelInfo,
@@ -92,6 +93,10 @@ class DiscoverySpecs:
     @hookspec
     def mtb_launchers(self) -> Sequence[LauncherInfo]:  # type: ignore[empty-body]
         """Launchers for ``--launcher``."""
+
+    @hookspec
+    def mtb_evidence(self) -> Sequence[EvidenceInfo]:  # type: ignore[empty-body]
+        """Evidence for every run: where its figures come from, and whether they hold. One of all plugins may have it."""
 
     @hookspec
     def mtb_doctor_checks(self) -> Sequence[DoctorCheck]:  # type: ignore[empty-body]

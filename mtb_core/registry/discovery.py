@@ -20,6 +20,8 @@ from mtb_core.api import (
     ConfigError,
     DatasetInfo,
     DoctorCheck,
+    Evidence,
+    EvidenceInfo,
     FormatInfo,
     LauncherInfo,
     ModelInfo,
@@ -29,6 +31,7 @@ from mtb_core.api import (
     ScheduleInfo,
     SinkInfo,
     StrategyInfo,
+    load_reference,
     nearest,
 )
 
@@ -58,6 +61,7 @@ class Registry:
     schedules: Mapping[str, ScheduleInfo]
     checkpoint_formats: Mapping[str, FormatInfo]
     launchers: Mapping[str, LauncherInfo]
+    evidence: Mapping[str, EvidenceInfo]
     doctor_checks: Mapping[str, DoctorCheck]
 
     def plugins_in_use(self) -> list[tuple[str, str]]:
@@ -117,6 +121,19 @@ class Registry:
                 "Ranks cannot be started, for no launcher is installed. Install mtb-launcher, or start the ranks with torchrun."
             )
         return self._find("launchers", name)  # type: ignore[no-any-return]
+
+    def make_evidence(self) -> Evidence:
+        """A new object of the one class that vouches for runs, of core's own where no plugin has one.
+
+        Raises:
+            PluginError: several plugins have one.
+        """
+        if len(self.evidence) > 1:
+            raise PluginError(
+                f"Only one plugin can vouch for a run; disable all but one of: {', '.join(self.evidence)}."
+            )
+        made = [load_reference(info.impl)() for info in self.evidence.values()]
+        return made[0] if made else Evidence()
 
     def _find(self, plural: str, name: str) -> Any:
         known = getattr(self, plural)

@@ -11,6 +11,7 @@ from mtb_core.api import (
     CommandInfo,
     DatasetInfo,
     DoctorCheck,
+    EvidenceInfo,
     FormatInfo,
     LauncherInfo,
     ModelInfo,
@@ -46,6 +47,7 @@ KINDS = (
     Kind("mtb_schedules", "schedules", "learning-rate schedule", ScheduleInfo, "--lr-scheduler-opt KEY=VALUE"),
     Kind("mtb_checkpoint_formats", "checkpoint_formats", "checkpoint format", FormatInfo),
     Kind("mtb_launchers", "launchers", "launcher", LauncherInfo),
+    Kind("mtb_evidence", "evidence", "evidence", EvidenceInfo),
     Kind("mtb_doctor_checks", "doctor_checks", "doctor check", DoctorCheck),
 )
 

@@ -69,6 +69,7 @@ def test_list_json(install, capsys):
         "optimizers": [],
         "schedules": [],
         "launchers": [],
+        "evidence": [],
         "doctor_checks": [],
     }
     assert set(rows["core"]) == set(rows["shine"])

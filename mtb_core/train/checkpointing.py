@@ -13,7 +13,7 @@ from mtb_core.api.errors import ConfigError, RunFailed
 from mtb_core.api.values import Job, Prepared, State, SyncMode
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
 from mtb_core.data.dataset import Dataset, content_digest
-from mtb_core.measure.environment import redact_values
+from mtb_core.measure.redaction import redact_values
 from mtb_core.registry.discovery import Registry, discover
 from mtb_core.registry.run_hooks import Hooks
 

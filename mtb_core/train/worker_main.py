@@ -12,13 +12,13 @@ from typing import Any
 import attrs
 
 from mtb_core.api.descriptions import construct, load_reference
+from mtb_core.api.evidence import Evidence
 from mtb_core.api.layout import World
 from mtb_core.api.values import RankContext
 from mtb_core.config import ResolvedRun, TrainConfig, config_values, fingerprint
-from mtb_core.measure.environment import environment, provenance, redact, redact_values
 from mtb_core.measure.flops import device_peak_flops, mfu
+from mtb_core.measure.redaction import redact, redact_values
 from mtb_core.measure.result import Result, combine_trials, rank_report, trial_row
-from mtb_core.measure.validity import RankUse, Sample, Timed, gather_uses, performance_fields
 from mtb_core.model.spec import load_model
 from mtb_core.ranks.agree import from_rank_zero, gather_objects, same_on_all
 from mtb_core.ranks.context import open_ranks
@@ -67,7 +67,6 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
     Raises:
         BaseException: whatever failed without the ranks having agreed on it.
     """
-    start = Sample.take()
     if not payload.config.compile:
         avoid_dynamo_import()
     planned = payload.planned
@@ -76,6 +75,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
     elif planned is None or planned.resolved.world != worker.world:
         planned = plan_run(payload.config, discover(disabled=payload.config.no_plugin), worker.world)
     registry = planned.registry
+    evidence = registry.make_evidence()
     config = planned.resolved.config
     with open_ranks(worker, planned.resolved.plan, device=config.device, backend=config.backend) as ctx:
         same_on_all(ctx, "the plugins they loaded", registry.plugins_in_use())
@@ -84,7 +84,8 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
         # Ranks that were started again owe the result of what was done before.
         nothing = None if worker.restarts else from_rank_zero(ctx, nothing_left(planned))
         if nothing is not None:
-            return from_rank_zero(ctx, idle_result(planned, payload.argv, nothing).to_json() if ctx.rank == 0 else {})
+            idle = idle_result(planned, payload.argv, nothing, evidence).to_json() if ctx.rank == 0 else {}
+            return from_rank_zero(ctx, idle)
         restarted = worker.restarts > 0
         folder = _agreed_folder(payload, planned, ctx, restarted=restarted)
         if ctx.rank == 0 and not (restarted and (folder / "config.toml").exists()):
@@ -112,8 +113,7 @@ def rank_main(payload: Payload, worker: Worker) -> dict[str, Any]:
             rows.append(_row(trial_row(outcome.records, reports), outcome, inputs))
             if outcome.exit_reason != "done":
                 break
-        uses = gather_uses(ctx, start)
-        result = _result(inputs, outcome, rows, registry, payload, worker.restarts, uses)
+        result = _result(inputs, outcome, rows, registry, payload, worker.restarts, evidence)
         if ctx.rank == 0:
             result.write(folder / "result.json")
         return from_rank_zero(ctx, result.to_json() if ctx.rank == 0 else {})
@@ -140,7 +140,7 @@ def _plan_restart(payload: Payload, world: World) -> Planned:
     return attrs.evolve(planned, resolved=resolved)
 
 
-def idle_result(planned: Planned, argv: Sequence[str], nothing: str) -> Result:
+def idle_result(planned: Planned, argv: Sequence[str], nothing: str, evidence: Evidence) -> Result:
     """The result of a run with nothing to do, for the reason `nothing`. Called by one process.
 
     No folder is made for it. It is written only to a ``--run-dir`` that was asked for and has no result yet: it never
@@ -160,9 +160,8 @@ def idle_result(planned: Planned, argv: Sequence[str], nothing: str) -> Result:
             "restarts": 0,
             "seed": config.seed,
         },
-        environment=environment(),
         plugins=[{"name": name, "version": version} for name, version in planned.registry.plugins_in_use()],
-        provenance=provenance(argv),
+        **evidence.origin(argv),
         execution_complete=True,
         performance_invalid_reasons=[redact(nothing)],
     )
@@ -237,20 +236,17 @@ def _result(
     registry: Registry,
     payload: Payload,
     restarts: int,
-    uses: list[RankUse],
+    evidence: Evidence,
 ) -> Result:
+    """The result of all trials. Called by all ranks."""
     ctx, config = inputs.ctx, inputs.resolved.config
     figures, summary = combine_trials(rows)
     exit_reason = figures.pop("exit_reason")
     flops = _flops_per_token(inputs)
     done = exit_reason == "done"
     device = ctx.device.partition(":")[0]
-    performance = performance_fields(
-        uses,
-        [Timed(row["steps"], row["step_time_p50_ms"], row["step_time_p95_ms"]) for row in rows],
-        device=device,
-        reasons=() if done else (f"the run ended early: {exit_reason}",),
-    )
+    early = () if done else (f"the run ended early: {exit_reason}",)
+    performance = evidence.performance(ctx, rows, early)
     return Result(
         **base_fields(inputs.resolved, inputs.folder),
         **figures,
@@ -281,10 +277,9 @@ def _result(
             "actions": outcome.actions,
             "seed": config.seed,
         },
-        environment=environment(ctx.device),
         plugins=[{"name": name, "version": version} for name, version in registry.plugins_in_use()],
-        provenance=provenance(payload.argv),
         execution_complete=done,
+        **evidence.origin(payload.argv, ctx.device),
         **performance,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from mtb_core.measure.environment import environment, provenance
+from mtb_evidence import environment, provenance
 
 from .checking import Outcome, all_checks, cases, digest, likely_cause
 from .lab import Lab

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mtb_core import environment, provenance
+from mtb_evidence import environment, provenance
 from mtb_tp.checking import Error, Outcome, Report, wire_bytes
 from mtb_tp.layers import Settings
 

@@ -26,7 +26,7 @@ class TestSharedExperts(StrategyConformance):
     """(dp, ep) = (1, 2) and (1, 3)."""
 
     strategy = "ep"
-    capabilities = Capabilities(world_sizes=(2, 3), sharded=True)
+    capabilities = Capabilities(world_sizes=(3,), sharded=True)
     settings: ClassVar[Mapping[str, Any]] = MODEL
 
 

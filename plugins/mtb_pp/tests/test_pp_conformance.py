@@ -23,7 +23,7 @@ class TestStages(StrategyConformance):
     """(pp, dp) = (1, 1), (2, 1) and (3, 1)."""
 
     strategy = "pp"
-    capabilities = Capabilities(world_sizes=(1, 2, 3))
+    capabilities = Capabilities(world_sizes=(1, 3))
     settings: ClassVar[Mapping[str, Any]] = {"n_layers": 3}
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 from rich.table import Table
 
-from mtb_core import ConfigError, provenance
+from mtb_core import ConfigError
+from mtb_evidence import provenance
 from mtb_report.results import Record
 from mtb_report.wording import by_kind, console
 

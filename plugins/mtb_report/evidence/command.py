@@ -164,7 +164,8 @@ def audit(folder: str, as_json: bool, debug: bool) -> int:  # noqa: ARG001
     Text, also compressed, is searched, logs and traces too. What is found is named by file and kind, not repeated; so
     is what was not searched as a whole. Exit code 1 where something was found, or a file cannot be read.
     """
-    from mtb_core import audit_folder, dumps, redact  # noqa: PLC0415
+    from mtb_core import dumps, redact  # noqa: PLC0415
+    from mtb_evidence import audit_folder  # noqa: PLC0415
 
     missed: dict[str, str] = {}
     found = audit_folder(_folder(folder), passed_over=missed)

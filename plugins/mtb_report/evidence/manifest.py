@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from mtb_core import dumps, provenance, redact
+from mtb_core import dumps, redact
+from mtb_evidence import provenance
 from mtb_report.results import Found, Record, find_records
 
 SCHEMA_VERSION = 1

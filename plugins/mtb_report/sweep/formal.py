@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtb_core import ConfigError, RunFailed, formal_obstacles, provenance
+from mtb_core import ConfigError, RunFailed
+from mtb_evidence import formal_obstacles, provenance
 from mtb_report.results import read_record
 
 from .plan import SweepPlan

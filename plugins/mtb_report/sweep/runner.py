@@ -10,7 +10,8 @@ from typing import Any
 
 import attrs
 
-from mtb_core import ConfigError, provenance, redact, write_json
+from mtb_core import ConfigError, redact, write_json
+from mtb_evidence import provenance
 from mtb_report.results import FIGURES, Record, metrics_of, read_record
 from mtb_report.training import Attempt, train
 

@@ -1,4 +1,4 @@
-"""Where a run took place and what exactly was run: enough to repeat it, nothing that identifies a person or machine.
+"""The place of a run and what exactly was run: enough to repeat it, nothing that identifies a person or machine.
 
 Never recorded: host names, addresses, GPU UUIDs, proxies, credentials, home folders. Environment variables are taken
 from a list of names, never all of them.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import ipaddress
 import os
 import platform
 import re
-import shlex
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mtb_core import redact, redact_command
 from mtb_core.ranks.network import set_here
 from mtb_core.ranks.worker import available_cores
 
-from .audit import HOMES, hide_host
 from .machine import governor, gpu_driver, gpu_topology, numa_nodes, sockets
 
 _LIBRARIES = ("numpy", "pluggy", "attrs", "click", "safetensors", "tokenizers", "triton", "deepspeed", "xxhash")
@@ -68,14 +65,6 @@ _IMAGE_VARIABLES = {
 }
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 _CONTAINER_VARIABLES = ("KUBERNETES_SERVICE_HOST", "APPTAINER_NAME", "SINGULARITY_NAME", "container")
-
-_HIDDEN = "<hidden>"
-_SECRET_WORD = re.compile(
-    r"token(?!iz|s)|secret|passw|credential|api[-_]?key|auth(?!or)|proxy|rdzv[-_]endpoint", re.IGNORECASE
-)
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-_PERHAPS_ADDRESS = re.compile(r"(?<![\w.:])(?:(?:\d{1,3}\.){3}\d{1,3}|[0-9a-fA-F:]*:[0-9a-fA-F:]*)(?![\w.])")
-_GPU_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F][0-9a-fA-F/-]*")
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -150,80 +139,6 @@ def in_container(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process runs in a container, by the marks that container engines leave."""
     names = (*_CONTAINER_VARIABLES, *_IMAGE_VARIABLES.values())
     return any(environ.get(n) for n in names) or any(Path(mark).exists() for mark in _CONTAINER_MARKS)
-
-
-def redact(text: str) -> str:
-    """`text` without credentials in URLs, addresses, this host's name, GPU UUIDs and home folders."""
-    text = hide_host(text)
-    text = _URL_CREDENTIALS.sub(f"{_HIDDEN}@", text)
-    text = _GPU_UUID.sub("<gpu>", text)
-    text = _PERHAPS_ADDRESS.sub(lambda found: "<address>" if _is_address(found[0]) else found[0], text)
-    home = str(Path("~").expanduser())
-    if len(home) > 1:
-        text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?=/|$|[\s:'\"])", "~", text)
-    return HOMES.sub("~", text)
-
-
-def redact_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with every text in it free of home folders, credentials and addresses; those of secret names hidden."""
-    return {k: _redacted(k, v) for k, v in values.items()}
-
-
-def _redacted(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return _HIDDEN if value and _SECRET_WORD.search(name) else redact(value)
-    if isinstance(value, Mapping):
-        return redact_values(value)
-    if isinstance(value, list | tuple):
-        return [redact(v) if isinstance(v, str) else v for v in value]
-    return value
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def redact_command(argv: Sequence[str]) -> str:
-    """The command as it could be typed again, with values of secret options, this host's name and the like hidden."""
-    out: list[str] = []
-    hide_next = False
-    for position, word in enumerate(argv):
-        if position == 0:
-            shown = Path(word).name
-        elif hide_next and not word.startswith("--"):
-            shown = _HIDDEN
-        else:
-            shown = _hide_assigned(word)
-            if position > 1:  # the command's own name is never a host's
-                shown = _hide_host(shown)
-        hide_next = word.startswith("-") and "=" not in word and bool(_SECRET_WORD.search(word))
-        out.append(redact(shown))
-    return " ".join(map(_quoted, out))
-
-
-def _quoted(word: str) -> str:
-    if word == _HIDDEN:
-        return word
-    return "~/" + shlex.quote(word[2:]) if word.startswith("~/") else shlex.quote(word)
-
-
-def _hide_assigned(word: str) -> str:
-    """``--hub-token=x``, and ``KEY=VALUE`` options where the key is a secret's."""
-    name, assigned, _ = word.partition("=")
-    return f"{name}={_HIDDEN}" if assigned and _SECRET_WORD.search(name) else word
-
-
-def _hide_host(word: str) -> str:
-    name = socket.gethostname()
-    for host in (name, name.partition(".")[0]):  # the long form first
-        if host in {"", "localhost"}:
-            continue
-        word = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "<host>", word, flags=re.IGNORECASE)
-    return word
 
 
 def _git(folder: str | Path | None) -> tuple[str | None, bool | None]:

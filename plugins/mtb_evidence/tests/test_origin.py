@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mtb_core.api.layout import World
-from mtb_core.measure import environment as module
-from mtb_core.measure.environment import (
-    environment,
-    in_container,
-    provenance,
-    redact,
-    redact_command,
-    same_revision,
-)
+from mtb_core import World
 from mtb_core.ranks.network import single_node_interface
+from mtb_evidence import origin as module
+from mtb_evidence.origin import environment, in_container, provenance, same_revision
 
 FIELDS = {
     "git_revision",
@@ -126,40 +119,6 @@ def test_host_name_and_home_never_show() -> None:
     assert host not in provenance(argv)["command"].split()
     assert f"/{host}" not in text
     assert f"{home}/" not in text
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["/opt/venv/bin/mtb", "train", "--nproc", "2"], "mtb train --nproc 2"),
-        (["mtb", "train", "--hub-token", "hunter2", "--seed", "1"], "mtb train --hub-token <hidden> --seed 1"),
-        (["mtb", "train", "--api-key=hunter2"], "mtb train '--api-key=<hidden>'"),
-        (["mtb", "train", "--sink", "x:password=hunter2"], "mtb train --sink 'x:password=<hidden>'"),
-        (["mtb", "train", "--rdzv-endpoint", "node7:29500"], "mtb train --rdzv-endpoint <hidden>"),
-        (["mtb", "train", "--data", "s3://me:hunter2@store/x y"], "mtb train --data 's3://<hidden>@store/x y'"),
-        (["mtb", "data", "--tokenizer", "t.json"], "mtb data --tokenizer t.json"),
-        (["mtb", "train", "--data", "/home/alice/my data"], "mtb train --data ~/'my data'"),
-        (["mtb", "train", "--run-dir", "/rooted/x"], "mtb train --run-dir /rooted/x"),
-        (["mtb", "train", "--nnodes", "1:2", "--x", "8:16:32"], "mtb train --nnodes 1:2 --x 8:16:32"),
-        (["mtb", "train", "--x", "fe80::1"], "mtb train --x '<address>'"),
-    ],
-)
-def test_commands_are_cleaned(words: list[str], shown: str) -> None:
-    """A recorded command can be typed again, and holds no secret, address or home folder."""
-    assert redact_command(words) == shown
-
-
-def test_host_name_in_a_command_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This host's name is hidden as a word of its own, long and short, and nowhere else."""
-    monkeypatch.setattr(socket, "gethostname", lambda: "gpu7.example.org")
-    got = redact_command(["mtb", "train", "--data", "/data/gpu7/x", "--run-dir", "gpu7.example.org", "--seed", "gpu77"])
-    assert got == "mtb train --data '/data/<host>/x' --run-dir '<host>' --seed gpu77"
-
-
-def test_ordinary_text_is_left_alone() -> None:
-    """Versions, times and paths that hold nothing private stay as they are."""
-    for text in ("2.13.0", "12:30:45", "/data/set", "max_split_size_mb:128", "NCCL_ALGO=Ring"):
-        assert redact(text) == text
 
 
 def test_provenance_of_a_clean_and_a_changed_checkout(outside: pytest.MonkeyPatch, checkout: Path) -> None:

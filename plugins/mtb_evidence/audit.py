@@ -1,19 +1,19 @@
-"""Whether something that is written tells who ran it and where: names of hosts, GPUs' UUIDs, proxies, credentials, homes.
+"""Finds in what is written who ran it and where: names of hosts, GPUs' UUIDs, proxies, credentials, homes.
 
-The last line of defence: what is recorded has been cleaned before (see `environment`); this finds what slipped through.
+The last line of defence: what is recorded has been cleaned before (`mtb_core.redact`); this finds what slipped through.
 """
 
 from __future__ import annotations
 
-import functools
 import gzip
 import ipaddress
 import os
 import re
-import socket
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from mtb_core.measure.redaction import HOMES, hide_host
 
 _WINDOW = 1 << 20
 _OVERLAP = 1 << 12
@@ -29,11 +29,6 @@ _SECRET_NAME = re.compile(r"token|secret|passw|credential|api_?key|private_?key"
 HOME_FOLDER = "a home folder"
 HOST = "this host's name"
 ADDRESS = "a network address"
-#: Homes of people as file systems have them, also below the usual places of shared ones, and Windows' (in JSON too).
-HOMES = re.compile(
-    r"(?<![\w.~-])(?:/root(?![\w-]|\.\w)|(?:/(?:nfs|mnt|export|gpfs|lustre|beegfs|net|shared|usr|var)[\w-]*)?"
-    r"/(?:home|Users)/(?!<)[^/\s:'\"\\]+)|\b[A-Za-z]:\\{1,2}Users\\{1,2}(?!<)[^\\\s:'\"]+"
-)
 #: The value of a secret: neither empty, nor hidden, nor a name of a variable that holds it.
 _VALUE = r"[\"']?\s*[=:]\s*[\"']?(?![<$*{]|(?:null|none|true|false)\b)[^\s\"',;<>]"
 _PERHAPS_ADDRESS = re.compile(
@@ -62,10 +57,11 @@ _PATTERNS = (
 )
 
 
-def private_details(text: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+def private_details(text: str, environ: Mapping[str, str] | None = None) -> list[str]:
     """What `text` tells that must not be recorded, by kind; empty where it tells nothing.
 
-    The found text itself is not returned: messages are recorded too.
+    The found text itself is not returned: messages are recorded too. `environ` are the variables whose secrets count, by
+    default this process's.
     """
     found = [kind for kind, pattern in _PATTERNS if pattern.search(text)]
     if HOME_FOLDER not in found and _home_in(text):
@@ -74,7 +70,7 @@ def private_details(text: str, environ: Mapping[str, str] = os.environ) -> list[
         found.append(HOST)
     if _address_in(text):
         found.append(ADDRESS)
-    for name, value in environ.items():
+    for name, value in (os.environ if environ is None else environ).items():
         if len(value) < 8 or value not in text:
             continue
         if name.lower().endswith("_proxy") and "a proxy" not in found:
@@ -182,30 +178,5 @@ def _home_in(text: str) -> bool:
     return home.count("/") > 1 and re.search(rf"(?<![\w.~-]){re.escape(home)}(?=/|$|[\s:'\"])", text) is not None
 
 
-def hide_host(text: str) -> str:
-    """`text` without this host's name, long or short; see `_host_patterns` for what counts as it."""
-    for pattern in _host_patterns(socket.gethostname()):
-        text = pattern.sub("<host>", text)
-    return text
-
-
 def _host_in(text: str) -> bool:
-    return any(pattern.search(text) for pattern in _host_patterns(socket.gethostname()))
-
-
-@functools.lru_cache(maxsize=4)
-def _host_patterns(whole: str) -> tuple[re.Pattern[str], ...]:
-    """What finds the host's name as a word; a name that is an ordinary word only where nothing but a host can stand.
-
-    Otherwise on a host that is named "ddp", every result would tell its name.
-    """
-    out = []
-    for name in (whole, whole.partition(".")[0]):  # the long form first
-        word = re.escape(name)
-        if name in ("", "localhost"):
-            continue
-        if name.isalpha() or len(name) < 4:
-            out.append(re.compile(rf"(?<=@){word}\b|(?<=://){word}\b|\b{word}(?=:\d{{2,5}}\b)", re.IGNORECASE))
-        else:
-            out.append(re.compile(rf"(?<![\w-]){word}(?![\w-])", re.IGNORECASE))
-    return tuple(out)
+    return hide_host(text) != text

@@ -15,12 +15,11 @@ from typing import Any
 
 import attrs
 
-from mtb_core.api.values import RankContext
-from mtb_core.ranks.agree import gather_objects
+from mtb_core import RankContext, gather_objects
 from mtb_core.ranks.worker import available_cores
 
-from .environment import same_revision
 from .machine import CPU, cpu_quota, nvidia_smi, read
+from .origin import same_revision
 
 #: Fewer measured steps of a trial, or calls at a point, than this say little.
 LEAST_STEPS = 10

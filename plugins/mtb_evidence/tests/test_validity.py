@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from mtb_core import ConfigError, Layout, RankContext, TrainConfig, World, run
-from mtb_core.measure.validity import (
+from mtb_evidence.validity import (
     RankUse,
     Sample,
     Timed,

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtb_core import TrainConfig, hookimpl, load_config, redact, run
-from mtb_core.measure import audit
-from mtb_core.measure.audit import audit_folder, private_details
+from mtb_evidence import audit, audit_folder, private_details
 
 SIZE = {"seq_length": 8, "d_model": 8, "n_heads": 2, "n_layers": 1, "vocab_size": 64, "steps": 1, "warmup_steps": 0}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtb_core.measure import machine
+from mtb_evidence import machine
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
