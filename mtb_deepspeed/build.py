@@ -23,9 +23,14 @@ class Weights:
 
 @attrs.frozen
 class Built:
-    """A filled module and, where the engine will cast it to bf16, the fp32 values of this rank's parts."""
+    """A filled module, the optimizer's groups of its parameters, and what the engine will cast to bf16.
+
+    Attributes:
+        weights: the fp32 values of this rank's parts, by name; empty where nothing is cast.
+    """
 
     module: nn.Module
+    groups: list[dict[str, Any]]
     weights: dict[str, Weights]
 
 
@@ -38,6 +43,9 @@ def build(job: Job, deepspeed: Any, settings: dict[str, Any]) -> Built:
     stage, low_precision = settings["zero_optimization"]["stage"], settings["bf16"]["enabled"]
     module = job.build()
     _check(module, stage)
+    # At stage 3 the engine leaves an empty tensor of each parameter, which does not show how it is to be grouped.
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in job.optimizer_groups(module)]
     weights: dict[str, Weights] = {}
     if stage == 3:
         _fill_and_split(module, job, deepspeed, settings, weights)
@@ -49,7 +57,8 @@ def build(job: Job, deepspeed: Any, settings: dict[str, Any]) -> Built:
                 weights[name] = Weights(0, parameter.detach().view(-1))
     # The engine casts parameters itself; core's autocast serves where they stay fp32.
     job.in_place(module, autocast=not low_precision)
-    return Built(module, weights)
+    now = dict(module.named_parameters())
+    return Built(module, [{**g, "params": [now[name] for name in g["params"]]} for g in groups], weights)
 
 
 def _check(module: nn.Module, stage: int) -> None:

@@ -76,7 +76,7 @@ class DeepSpeedStrategy(Strategy):
         with ExitStack() as stack:
             stack.enter_context(joined(deepspeed, job.ctx))
             built = build(job, deepspeed, settings)
-            optimizer = job.make_optimizer(built.module)
+            optimizer = job.optimizer.factory(built.groups, **job.optimizer.defaults)
             engine = make_engine(deepspeed, built.module, optimizer, settings)
             stack.callback(engine.destroy)
             stage = int(options.stage or 0)

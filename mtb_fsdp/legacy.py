@@ -5,7 +5,6 @@ A rank's part of a parameter is a contiguous range of its elements, and may be e
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -85,6 +84,9 @@ class FSDP1Strategy(Strategy):
         _refuse_scalars(module)
         check = UsageCheck(module, units, job.ctx.world_size, job.ctx)
         before, shapes = Names.of(module), {n: tuple(p.shape) for n, p in module.named_parameters()}
+        names = {id(p): n for n, p in module.named_parameters()}
+        # Before FSDP makes all parameters flat, which does not show how they are to be grouped.
+        groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in job.optimizer_groups(module)]
         after = before
         root: nn.Module = module
         for name in (*units, ""):
@@ -106,15 +108,14 @@ class FSDP1Strategy(Strategy):
         root.register_forward_hook(_reshard_if_no_backward_follows)
         core: Any = after.skeleton()
         core.forward = module.forward  # for its signature
-        for name, parameter in core.named_parameters():
-            # Where core looks for the shape of a parameter of which the engine leaves a part only.
-            parameter.ds_shape, parameter.ds_numel = shapes[name], math.prod(shapes[name])
+        flat = dict(core.named_parameters())
+        groups = [{**g, "params": [flat[name] for name in g["params"]]} for g in groups]
         starts = _starts(root)
         fragments = {n: _Fragment(shapes[n], starts[id(p)]) for n, p in core.named_parameters() if id(p) in starts}
         ranks = job.ctx.world_size
         buffers = BufferSync.of(root) if ranks > 1 else None
         engine = _Engine(ranks, ranks if not fragments else 1, fragments, buffers)
-        return Prepared(root, core, job.make_optimizer(core), engine)
+        return Prepared(root, core, job.optimizer.factory(groups, **job.optimizer.defaults), engine)
 
     def micro_batch(self, prepared: Prepared, micro: MicroBatch) -> AbstractContextManager[None]:
         """FSDP reads the flag in backward; it may only be changed outside of forward."""

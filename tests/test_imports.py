@@ -228,6 +228,13 @@ def test_core_never_branches_on_a_strategys_name() -> None:
     assert not wrong
 
 
+def test_core_knows_no_engine_of_others() -> None:
+    """Neither DeepSpeed's name nor one of the attributes that it puts on parameters stands in a module of core."""
+    word = re.compile(r"deepspeed|\bds_\w+", re.IGNORECASE)
+    found = {str(path.relative_to(ROOT)): word.findall(path.read_text(encoding="utf-8")) for path in sources(CORE)}
+    assert not {path: words for path, words in found.items() if words}
+
+
 def test_core_names_no_plugin_package() -> None:
     """Core imports no plugin package, not even inside a function."""
     names = {folder.name for folder in PLUGINS} - {BUILTIN}

@@ -197,7 +197,8 @@ class Job:
             without changing parameter names. Returns the module, which may be a part of the model that keeps the
             model's names.
         optimizer_groups: ``optimizer_groups(module)``: parameter groups of the trainable parameters; no weight decay
-            on parameters of fewer than two dimensions.
+            on parameters of fewer than two dimensions. It goes by names and shapes: a strategy whose parameters lose
+            theirs calls it before, on what `build` made, and puts the parameters of the same names into the groups.
         optimizer: the recipe; `make_optimizer` is the two together.
         steps: how many steps this trial is to take; None: not known. It may be stopped before.
     """

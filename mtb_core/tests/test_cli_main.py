@@ -140,7 +140,7 @@ def test_a_group_alone_shows_its_help(capsys):
     """A group of commands, core's or a plugin's, without one of them: its help on stderr, no "error", code 2."""
     all_of_them = root.root
     groups = [n for n in all_of_them.list_commands(None) if isinstance(all_of_them.get_command(None, n), click.Group)]
-    assert {"checkpoint", "data", "plugins"} <= set(groups)
+    assert {"checkpoint", "plugins"} <= set(groups)
     for name in groups:
         assert main([name]) == 2
         captured = capsys.readouterr()

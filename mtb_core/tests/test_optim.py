@@ -35,14 +35,6 @@ def test_decay_only_on_parameters_with_two_or_more_dimensions():
     assert all(group["lr"] == group["initial_lr"] == 0.01 for group in (decayed, others))
 
 
-def test_the_global_shape_decides():
-    """A parameter that an engine has emptied counts by the shape that it keeps aside."""
-    module = nn.Linear(3, 2)
-    module.weight.data = torch.zeros(0)
-    module.weight.ds_shape = torch.Size([2, 3])
-    assert optimizer_groups(module, TrainConfig())[0]["params"] == [module.weight]
-
-
 def test_empty_groups_are_left_out():
     """A model of one kind of parameters has one group, with the decay of that kind."""
     (group,) = optimizer_groups(nn.LayerNorm(4), TrainConfig())

@@ -29,7 +29,7 @@ def optimizer_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, A
     others: list[nn.Parameter] = []
     for parameter in module.parameters():
         if parameter.requires_grad:
-            (decayed if _global_dimensions(parameter) >= 2 else others).append(parameter)
+            (decayed if parameter.dim() >= 2 else others).append(parameter)
     if not decayed and not others:
         raise ConfigError(
             f"The model ({type(module).__name__}) has no trainable parameter; at least one must have requires_grad."
@@ -59,11 +59,6 @@ def described_groups(recipe: OptimizerRecipe, config: TrainConfig, rate: float) 
         {**{key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}, "lr": rate}
         for group in optimizer.param_groups
     ]
-
-
-def _global_dimensions(parameter: nn.Parameter) -> int:
-    # A DTensor's shape is global; an engine that leaves an empty stub behind keeps the shape in `ds_shape`.
-    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def adamw(config: TrainConfig, device: str) -> OptimizerRecipe:

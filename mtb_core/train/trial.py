@@ -408,7 +408,7 @@ def _make_job(inputs: TrialInputs, build: Callable[[], torch.nn.Module]) -> Job:
 
 def count_parameters(module: torch.nn.Module) -> int:
     """Elements of all parameters, by their global shapes; tied ones once."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    return sum(p.numel() for p in module.parameters())
 
 
 def seed_generators(seed: int, ctx: RankContext) -> None:
