@@ -27,7 +27,7 @@ RanksMain = Callable[[Any, RankContext, Worker], Any]
 
 @attrs.frozen
 class RanksOutcome:
-    """How the ranks ended.
+    """Outcome of `run_ranks`.
 
     Attributes:
         exit_reason: ``"done"``, ``"stopped"`` (SIGTERM), ``"interrupted"`` (Ctrl-C) or ``"failed"``.

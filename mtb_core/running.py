@@ -111,7 +111,7 @@ def _audited(result: Result, evidence: Evidence, folder: Path | None, warn: Call
 
 
 def reports_here() -> bool:
-    """Whether this process is the one that talks to people: of external ranks, rank 0."""
+    """True if this process talks to people; of external ranks only rank 0 does."""
     return external_launcher() is None or _external_rank() == 0
 
 
@@ -161,7 +161,7 @@ def _move(logs: Path, place: Path) -> None:
 
 
 def _log_dir(payload: Payload) -> Path:
-    """Where ranks that are launched here write; of several nodes only rank 0 chooses a folder that has no name yet."""
+    """Folder for the logs of ranks launched here. On several nodes only rank 0 can name a run folder that has no name yet."""
     if payload.folder is not None:
         return payload.folder / "logs"
     if payload.config.run_dir is not None:

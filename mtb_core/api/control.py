@@ -1,4 +1,4 @@
-"""How a run plugin acts on its run."""
+"""Requests of a run plugin to its run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Evidence:
     """
 
     def obstacles(self, argv: Sequence[str]) -> Sequence[str]:  # noqa: ARG002
-        """Why the result of a run that begins now could not be published, in words; each refuses ``--formal``.
+        """Reasons why the result of a run that begins now could not be published; each refuses ``--formal``.
 
         Called for ``--formal`` by the process that starts the run, before anything is started or written. `argv` is
         the command.

@@ -52,7 +52,7 @@ hookimpl = pluggy.HookimplMarker("mtb")
 
 
 class DiscoverySpecs:
-    """What exists. Called once a process, without arguments; raises nothing."""
+    """Descriptions of what a plugin provides. Called once a process, without arguments; raise nothing."""
 
     @hookspec
     def mtb_strategies(self) -> Sequence[StrategyInfo]:  # type: ignore[empty-body]
@@ -104,7 +104,7 @@ class DiscoverySpecs:
 
 
 class StrategySpecs:
-    """What the strategy does; one implementation each, all ranks."""
+    """The work of the strategy; one implementation each, called on all ranks."""
 
     @hookspec(firstresult=True)
     def mtb_prepare(self, job: Job) -> Prepared:  # type: ignore[empty-body]
@@ -200,7 +200,7 @@ class StrategySpecs:
 
 
 class ObserverSpecs:
-    """What is reported.
+    """Reports to sinks and run plugins.
 
     Called on all ranks; an exception in a sink switches that sink off with one warning, one in
     a run plugin ends the run. Must not block, must not run collectives.

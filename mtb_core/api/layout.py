@@ -1,4 +1,4 @@
-"""How the ranks of a run are arranged, and which of them count loss, tokens and samples. Pure arithmetic."""
+"""Arrangement of the ranks of a run, and the ranks that count loss, tokens and samples. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROLES = ("data", "tokens", "stages", "copies")
 
 @attrs.frozen
 class World:
-    """How many ranks there are and how they are spread: ``size`` in all, ``local_size`` on each node."""
+    """Number of ranks: ``size`` in all, ``local_size`` on each node."""
 
     size: int
     local_size: int

@@ -1,4 +1,4 @@
-"""What is observed of a run: one immutable `StepRecord` a step, and the `RunInfo` that opens it."""
+"""Values for observers of a run: one immutable `StepRecord` a step, and the `RunInfo` that opens it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StepRecord:
 
 @attrs.frozen
 class RunInfo:
-    """What an observer learns when a run (one trial of it) starts.
+    """Description of a run for observers, given when one trial of it starts.
 
     Attributes:
         folder: the run's folder; exists on every rank.

@@ -29,7 +29,7 @@ SyncMode = Literal["every", "last"]
 
 @attrs.frozen
 class Plan:
-    """What a strategy promises for given options, configuration and world; made before any rank starts.
+    """Promises of a strategy for given options, configuration and world; made before any rank starts.
 
     Core refuses a run that asks for more than its plan promises, before any rank starts.
 
@@ -84,7 +84,7 @@ class Plan:
 
 @attrs.frozen
 class RankContext:
-    """What a rank needs to know of the outside world; made in one place and closed in one place.
+    """A rank among the others: number, device, mesh and store; made in one place and closed in one place.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda:N"``.
@@ -125,7 +125,7 @@ class RankContext:
 
 @attrs.frozen
 class ModelSpec:
-    """What ``--model`` yields: all that a strategy must know of a model.
+    """A model as a strategy sees it; the value of ``--model``.
 
     Attributes:
         build: makes the module, on whatever ``torch.device`` context is active (core uses ``meta`` if `init` is set).
@@ -165,7 +165,7 @@ class ModelSpec:
 
 @attrs.frozen
 class OptimizerRecipe:
-    """How to make the run's optimizer over any parameters: ``factory(groups, **defaults)``.
+    """Recipe for the run's optimizer over any parameters: ``factory(groups, **defaults)``.
 
     Attributes:
         factory: the optimizer's class. If its objects have a method ``initial_state(parameter, group)``, it gives the
@@ -267,7 +267,7 @@ class Piece:
 
 @attrs.frozen
 class State:
-    """What a checkpoint holds of model and optimizer, in terms that every strategy shares.
+    """State of model and optimizer for a checkpoint, in terms that every strategy shares.
 
     Attributes:
         pieces: this rank's parts by key: ``model/NAME`` for parameters and persistent buffers,

@@ -63,7 +63,7 @@ def _line_with_nulls(record: StepRecord) -> str:
 
 
 def rank_file(folder: Path, trial: int, rank: int, suffix: str) -> Path:
-    """Where a rank's metrics go: ``metrics/rank_00000.jsonl``, and ``metrics/trial_001/…`` from the second trial on."""
+    """File of a rank's metrics: ``metrics/rank_00000.jsonl``, from the second trial on ``metrics/trial_001/…``."""
     metrics = folder / "metrics"
     return (metrics / f"trial_{trial:03d}" if trial else metrics) / f"rank_{rank:05d}{suffix}"
 

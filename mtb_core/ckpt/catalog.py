@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and which one to resume from; torch-free, of one process."""
+"""Listing of a folder of checkpoints, and the choice of the one to resume from. Torch-free, one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Found:
 
 
 def is_ready(path: Path) -> bool:
-    """Whether `path` is a published checkpoint: its ``READY`` fits its manifest. Data files are not read."""
+    """True if `path` is a published checkpoint: its ``READY`` fits its manifest. Data files are not read."""
     try:
         if path.is_symlink() or not path.is_dir():
             return False

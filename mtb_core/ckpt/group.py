@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def text_of(error: BaseException) -> str:
-    """Why a rank could not do its part; path and errno of an `OSError` are spelled out."""
+    """Error text for other ranks; it spells out path and errno of an `OSError`."""
     if isinstance(error, DamagedCheckpoint):
         return f"{error.file}: {error.problem}"
     if isinstance(error, MtbError):

@@ -62,7 +62,7 @@ def step_of(name: str) -> int | None:
 
 
 def name_problem(path: Path, step: int) -> str | None:
-    """What is wrong with the name of a checkpoint of `step`: another step's. Names that are no step's are free."""
+    """Error text if the folder is named after a different step than `step`; None if it matches or is no step's name."""
     named = step_of(Path(os.path.abspath(path)).name)  # noqa: PTH100  (without following links, unlike resolve)
     if named is None or named == step:
         return None
@@ -70,7 +70,7 @@ def name_problem(path: Path, step: int) -> str | None:
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether a folder is of the older formats; a stray ``metadata.json`` beside a manifest does not make it so."""
+    """True if the folder is of an old format without a manifest; a stray ``metadata.json`` beside a manifest does not make it so."""
     return (path / LEGACY_MANIFEST).is_file() and not os.path.lexists(path / MANIFEST)
 
 
@@ -80,12 +80,12 @@ def shown(text: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one that only this package gives to work in progress."""
+    """True if this package alone gives such a name, to work in progress."""
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 def rng_name(rank: int) -> str:
-    """Where the random state of `rank` lies in a checkpoint."""
+    """File of the random state of `rank` in a checkpoint."""
     return f"{RNG_FOLDER}/rank_{rank:05d}.json"
 
 

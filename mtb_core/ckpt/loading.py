@@ -31,7 +31,7 @@ _MOST_NAMES = 20
 
 @attrs.frozen
 class Loaded:
-    """What a checkpoint holds besides the tensors.
+    """A checkpoint's values and sections, without the tensors.
 
     Attributes:
         values: the manifest's values (``step``, ``config``, ``samples_seen``, …).

@@ -69,7 +69,7 @@ class FileEntry:
 
 @attrs.frozen
 class Manifest:
-    """What a checkpoint says of itself. `values`: everything in ``manifest.json`` except the list of files."""
+    """A parsed ``manifest.json``. `values`: everything in it except the list of files."""
 
     values: Mapping[str, Any]
     files: Mapping[str, FileEntry]

@@ -148,14 +148,14 @@ def storage_of(manifest: Manifest, registry: Registry | None = None) -> Storage:
 
 
 def unlisted(manifest: Manifest, storage: Storage) -> list[str]:
-    """What the manifest should list, besides itself and ``READY``, and does not."""
+    """Names that the manifest should list and does not; it never lists itself and ``READY``."""
     ranks = range(manifest.world_size)
     required = [*storage.index_files, STATE, README, *map(storage.file, ranks), *map(rng_name, ranks)]
     return [name for name in required if name not in manifest.files]
 
 
 def file_problem(path: Path, name: str, manifest: Manifest) -> str | None:
-    """What is wrong with one listed file, or None. Reads the file in one small buffer."""
+    """Error text if a listed file is not as listed; None if it is. Reads the file through one small buffer."""
     try:
         _check_file(path, name, manifest.files[name])
     except DamagedCheckpoint as error:

@@ -1,4 +1,4 @@
-"""Who writes what: the pure arithmetic of a save."""
+"""Division of a save among the ranks. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _lay_out(name: str, parts: Sequence[Part], indices: Sequence[int]) -> FileLa
 
 
 def alignment_of(nbytes: int) -> int:
-    """What a tensor of `nbytes` keeps of the alignment of whatever follows it, without gaps, in a file.
+    """Alignment that a tensor of `nbytes` leaves to the one that follows it without a gap.
 
     In descending order of it every tensor is aligned for its dtype, and all are aligned for fast copies except those
     of odd sizes, which come last.

@@ -26,7 +26,7 @@ from .storage import Storage, chunk_of, laid_out
 
 @attrs.frozen
 class Request:
-    """What a caller wants saved besides the tensors; see `CheckpointManager.save`."""
+    """One call of `CheckpointManager.save`: all that it saves besides the tensors."""
 
     step: int
     meta: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Snapshot:
 
 @attrs.frozen
 class _Prepared:
-    """Who writes what, and the buffers for it; renewed when the shapes of the state change.
+    """Division of the writing among ranks, and the buffers for it. A state of other shapes gets a new one.
 
     Attributes:
         mine: which of its pieces this rank writes, by their index.

@@ -130,7 +130,7 @@ def storage_named(name: str, registry: Registry | None = None, distribution: str
 
 
 def _origin(name: str, distribution: str | None, registry: Registry) -> str:
-    """What to do for the format `name` of `distribution`, beside what the registry says of the name."""
+    """Advice for a format `name` of `distribution` that is not there; it follows the registry's own message."""
     if distribution is None:
         return ""
     for record in registry.records:
@@ -193,6 +193,6 @@ def check_name(name: str) -> None:
 
 
 def chunk_of(part: Part, layout: FileLayout, slot: Slot) -> Chunk:
-    """How the index knows a part."""
+    """Chunk of the index that stands for a part."""
     start, length = slot.entry or (slot.elements, part.nbytes)
     return Chunk(part.offset, part.sizes, layout.name, start, length)

@@ -105,7 +105,7 @@ def _refuse_stopped(name: str, arguments: list[str]) -> int:
 
 
 def _fill_closed_streams() -> None:
-    """Where the caller closed a standard stream (``>&-``), put one that leads nowhere.
+    """Replace a standard stream that the caller closed (``>&-``) by one that leads nowhere.
 
     Otherwise every use would have to ask whether the stream is there, and a file that is opened later would get its
     descriptor, and with it what C code prints.
@@ -119,7 +119,7 @@ def _fill_closed_streams() -> None:
 
 
 def _from_writing(error: OSError) -> bool:
-    """Whether it was a write to a standard stream that failed; one without a buffer has nothing left to try again."""
+    """True if a write to a standard stream failed; one without a buffer has nothing left to try again."""
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     module = innermost.f_globals.get("__name__", "")
     return error.filename is None and (module == "click.utils" or module.startswith((f"{__name__}.", "rich.")))

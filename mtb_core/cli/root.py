@@ -145,7 +145,7 @@ def root(ctx: click.Context) -> None:
 
 
 def _suggestions() -> Iterator[tuple[str, str]]:
-    """What to do next: `_TRY`, and after its second line the first strategy that a plugin provides, on two ranks."""
+    """Commands to try: `_TRY`, and after its second line the first strategy that a plugin provides, on two ranks."""
     yield from _TRY[:2]
     active = (record for record in _registry().records[1:] if record.status == "active")
     for name in [name for record in active for name in record.provides.get("strategies", ())][:1]:

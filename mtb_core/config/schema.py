@@ -34,7 +34,7 @@ GROUPS = (
 
 @attrs.frozen
 class Setting:
-    """How a field is shown and checked."""
+    """Help text, valid values and command-line form of one field."""
 
     group: str
     help: str
@@ -384,7 +384,7 @@ def _valid(meta: Setting, kind: type) -> str:
 
 
 def _check_combinations(c: TrainConfig) -> None:
-    """What can be refused without knowing the strategy or the world."""
+    """Refuse combinations that are wrong under every strategy and number of ranks."""
     low, sep, high = c.nnodes.partition(":")
     if not low.isdigit() or (sep and not high.isdigit()) or int(low) < 1 or (sep and int(high) < int(low)):
         msg = f"--nnodes is {c.nnodes!r}; valid: N, or MIN:MAX with 1 <= MIN <= MAX."

@@ -1,4 +1,4 @@
-"""What a data set is: numbered samples of equal shape."""
+"""Data sets: numbered samples of equal shape."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class StepBatch:
 
 @attrs.frozen
 class _Steps:
-    """Which samples some steps take: `ids` [steps, accumulation, batch] of this rank, `samples` [steps] of all ranks."""
+    """Samples of some steps: `ids` [steps, accumulation, batch] of this rank, `samples` [steps] of all ranks."""
 
     epoch: int
     ids: NDArray[np.int64]

@@ -77,7 +77,7 @@ def read(path: Path) -> bytes:
 
 
 def is_text(content: bytes) -> bool:
-    """Whether a document found in a folder is taken: not empty, and free of the separator."""
+    """True if a document found in a folder is taken: not empty, and free of the separator."""
     return bool(content) and SEPARATOR not in content
 
 

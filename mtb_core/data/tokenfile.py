@@ -35,7 +35,7 @@ DTYPES = ("uint8", "uint16", "uint32")
 
 @attrs.frozen
 class Header:
-    """What a token file says of itself.
+    """Header of a token file.
 
     Attributes:
         dtype: of a token: ``"uint8"``, ``"uint16"`` or ``"uint32"``.

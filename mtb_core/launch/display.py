@@ -35,7 +35,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 
 @attrs.define
 class Progressing:
-    """What is known of the trial that is running, from the messages of the sink ``console``."""
+    """State of the running trial, from the messages of the sink ``console``."""
 
     first: int = 1
     last: int = 1
@@ -226,7 +226,7 @@ class Display:
 
 
 class _Pace:
-    """Which steps are shown: the first, the last, those where something is wrong, and some of those between."""
+    """Choice of the steps to show: the first, the last, those with something wrong, and some of those between."""
 
     def __init__(self) -> None:
         self.shown: int | None = None
@@ -234,7 +234,7 @@ class _Pace:
         self._done = 0
 
     def due(self, run: Progressing, now: float, *, news: bool = False) -> bool:
-        """Whether to show the run as it is; `news`: there is more to tell than one more step."""
+        """True if the run is to be shown now; `news`: there is more to tell than one more step."""
         if self.shown is None or run.done >= run.total or run.wrong:
             return True
         news = news or run.done * 10 // run.total > self._done * 10 // run.total

@@ -1,4 +1,4 @@
-"""What a launcher is asked for and what it answers, and `start_ranks`, through which every run starts its ranks."""
+"""Input and output of a launcher, and `start_ranks`, through which every run starts its ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LaunchSpec:
 
 @attrs.frozen
 class LaunchOutcome:
-    """How it ended.
+    """Outcome of a launch.
 
     Attributes:
         exit_reason: ``"done"``; ``"stopped"`` by SIGTERM or SIGUSR1 and ``"interrupted"`` by Ctrl-C, where every

@@ -15,7 +15,7 @@ from mtb_core.ranks.worker import Worker, available_cores
 
 
 def external_launcher(environment: Mapping[str, str] | None = None) -> Literal["torchrun", "slurm"] | None:
-    """Who started this process as a rank, judged by the environment; None: nobody, it is to launch its own ranks.
+    """Launcher that started this process as a rank, judged by the environment; None: this process launches its own ranks.
 
     Under Slurm only a task of a step counts (not the batch script itself), and only where MASTER_ADDR and
     MASTER_PORT say where ranks meet.

@@ -1,1 +1,1 @@
-"""What is measured, and how: times, memory, collectives, environment, and the result made of them."""
+"""Measurements: times, memory, collectives, and the result made of them."""

@@ -1,4 +1,4 @@
-"""Whether a file that an option names can be written at the end; asked before anything is measured."""
+"""Check, before anything is measured, that a file which an option names can be written at the end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_output(
 
 
 def _is_file(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    """Whether both are the same regular file; devices may be read and written."""
+    """True if both are the same regular file; devices may be read and written."""
     with suppress(OSError, ValueError):
         return Path(path).is_file() and Path(path).samefile(other)
     return False

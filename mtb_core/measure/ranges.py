@@ -11,7 +11,7 @@ _UNSEEN: AbstractContextManager[object] = nullcontext()
 
 
 def named_range(name: str) -> AbstractContextManager[object]:
-    """What is done inside shows as `name` in a trace of torch.profiler, if one is being recorded on this rank.
+    """Mark the block as `name` in a trace of torch.profiler, if one is being recorded on this rank.
 
     Entering a range of torch costs some 15 µs whether or not somebody records; so it is entered only if so.
     """

@@ -111,7 +111,7 @@ def hide_host(text: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _host_patterns(whole: str) -> tuple[re.Pattern[str], ...]:
-    """What finds the host's name as a word; a name that is an ordinary word only where nothing but a host can stand.
+    """Pattern of the host's name as a word; an ordinary word only matches in a place for hosts.
 
     Otherwise on a host that is named "ddp", every result would tell its name.
     """

@@ -109,7 +109,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
-        """What ``mtb`` leaves with after this run."""
+        """Exit code of ``mtb`` after this run."""
         return _EXIT_CODES[self.exit_reason]
 
     def check(self) -> Result:
@@ -143,7 +143,7 @@ class Result:
 
 @attrs.frozen
 class RankReport:
-    """What one rank hands over at the end of a trial.
+    """Report of one rank at the end of a trial.
 
     Attributes:
         times: a row of `TIMES` for each step, warm-up included.

@@ -29,7 +29,7 @@ TARGET_NAMES = ("targets", "target", "y")
 
 
 def takes_targets(module: nn.Module) -> bool:
-    """Whether `module` wants the targets as its second argument.
+    """True if `module` takes the targets as its second argument.
 
     Raises:
         ConfigError: its ``forward`` needs an argument that nobody can give.

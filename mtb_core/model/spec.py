@@ -1,4 +1,4 @@
-"""What ``--model`` means: a name that core or a plugin provides, or ``FILE.py:FACTORY``, a user's own.
+"""Loading of ``--model``: a name that core or a plugin provides, or ``FILE.py:FACTORY``, a user's own.
 
 Torch is imported only when a model is loaded.
 """

@@ -1,1 +1,1 @@
-"""What a rank is among others: joining and leaving, agreement, failures, signals, network."""
+"""Ranks among each other: joining and leaving, agreement, failures, signals, network."""

@@ -47,7 +47,7 @@ def avoid_dynamo_import() -> bool:
 
 
 class _StandIn(ModuleType):
-    """What ``torch._dynamo`` is until somebody needs more of it than is defined here."""
+    """Stand-in for ``torch._dynamo`` until somebody needs more of it than is defined here."""
 
     def __init__(self) -> None:
         super().__init__(_NAME, "Stand-in for torch._dynamo; gives way to it when it is needed.")

@@ -1,4 +1,4 @@
-"""What went wrong, on which rank, and which of several failures came first.
+"""Failures of ranks, and the choice of the first cause among several.
 
 When one rank fails, the others soon fail too: their connections close. Such failures are *secondary*. A rank that
 fails writes why into the run's store before it leaves, so that a rank that is left with a broken connection, also on
@@ -42,7 +42,7 @@ _NETWORK_PHRASES = (
 
 @attrs.frozen
 class Failure:
-    """How one rank failed.
+    """Failure of one rank.
 
     Attributes:
         rank: global rank where the cause lies; None where it is no single rank's: all of them, or the launcher itself.

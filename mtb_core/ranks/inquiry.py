@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 
 
 class Answer(Enum):
-    """What the ranks said, in words for a message about what this rank misses."""
+    """Answer of the ranks, in words for a message about a value that this rank misses."""
 
     ALL = "other ranks miss it too"
     SOME = "other ranks have it"

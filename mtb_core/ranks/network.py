@@ -170,7 +170,7 @@ def _check_endpoint(host: str, port: int) -> None:
 
 
 def _taken(addresses: list[_Address]) -> bool:
-    """Whether one of the addresses is this machine's and already listened to."""
+    """True if one of the addresses is this machine's and already listened to."""
     for family, kind, address in addresses:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -183,7 +183,7 @@ def _taken(addresses: list[_Address]) -> bool:
 
 
 def _is_store(host: str, port: int) -> bool:
-    """Whether a store of torch answers there: then another launcher of this run is already up on this machine."""
+    """True if a store of torch answers there: another launcher of this run is already up on this machine."""
     import torch  # noqa: F401, PLC0415  (before the fork, which then has it)
 
     # In a process that can be ended: torch's client waits for an answer for ever.

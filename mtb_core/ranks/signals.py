@@ -38,7 +38,7 @@ def _nobody(_held: bool) -> None:
 
 
 class StopFlag:
-    """Whether this process was asked to stop, and by which signal.
+    """The first stop signal of this process, if there was one.
 
     Setting it is idempotent: the first request is kept, later ones change nothing. Whoever insists on a stop may have
     this process ended, but not while it is `holding`, nor once it has heeded the request.

@@ -29,7 +29,7 @@ def _nobody(_fields: dict[str, Any]) -> None:
 
 @attrs.frozen
 class Worker:
-    """What a rank knows before any communication.
+    """A rank before any communication: number, world, stop requests, progress.
 
     Attributes:
         stop: whether this process was asked to stop.

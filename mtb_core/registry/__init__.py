@@ -1,1 +1,1 @@
-"""What exists (`discovery`) and what happens in a run (`run_hooks`). Torch-free."""
+"""Discovery of plugins (`discovery`) and the hooks of a run (`run_hooks`). Torch-free."""

@@ -182,7 +182,7 @@ def discover(*, disabled: Iterable[str] = (), strict: bool | None = None) -> Reg
 
 
 def strict_plugins() -> bool:
-    """Whether any failed plugin ends the command, for CI."""
+    """True if any failed plugin ends the command, for CI."""
     return os.environ.get("MTB_STRICT_PLUGINS", "") == "1"
 
 
@@ -234,7 +234,7 @@ def _check_disabled(disabled: frozenset[str], by_environment: frozenset[str], so
 
 
 def _clash(new: Loaded, records: list[PluginRecord]) -> str | None:
-    """What of `new` an earlier, active plugin already provides; the later plugin is refused as a whole."""
+    """Error text if an earlier, active plugin already provides a part of `new`, which is then refused as a whole."""
     for old in (r for r in records if r.status == "active"):
         if old.name == new.record.name:
             return f"the plugin name '{old.name}' is taken by {old.distribution}; {_refused(new, old)}"

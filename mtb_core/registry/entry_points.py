@@ -1,4 +1,4 @@
-"""Which entry points of group ``mtb`` are installed.
+"""Installed entry points of group ``mtb``.
 
 The same answer as `importlib.metadata` gives, in a fraction of the time: importing that costs every ``mtb`` command a
 third of its start. What is not a plain folder on the path (archives, finders of their own) is left to it.

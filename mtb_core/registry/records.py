@@ -1,4 +1,4 @@
-"""What is known of a plugin, whether it could be loaded or not."""
+"""Records of plugins, loaded or not."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class PluginRecord:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Name in messages."""
         return f"plugin '{self.name}' ({self.distribution} {self.version})"
 
     def as_json(self) -> dict[str, Any]:

@@ -291,7 +291,7 @@ class Hooks:
         self._tell(self._run_finished, exit_reason, last=True)
 
     def describe(self) -> dict[str, list[str]]:
-        """Who implements each run hook, in the order in which they are called; wrappers first."""
+        """Implementers of each run hook in the order of their calls, wrappers first."""
         callers = ((name, getattr(self._manager.hook, name)) for name in (*STRATEGY_HOOKS, *OBSERVER_HOOKS))
         return {name: [impl.plugin_name for impl in reversed(caller.get_hookimpls())] for name, caller in callers}
 
@@ -314,7 +314,7 @@ class Hooks:
             raise first
 
     def _ask(self, observer: _Observer, *values: object) -> object:
-        """What one observer answers; None for a sink that is switched off, or fails now."""
+        """Answer of one observer; None for a sink that is switched off, or fails now."""
         if observer.sink in self._off:
             return None
         try:
@@ -427,7 +427,7 @@ def _arguments(caller: pluggy.HookCaller) -> tuple[str, ...]:
 
 
 def _bind(caller: pluggy.HookCaller) -> Callable[..., object]:
-    """What to call for a strategy hook: the method itself where nothing wraps it and it takes every argument."""
+    """Callable for a strategy hook: the method itself if nothing wraps it and it takes every argument."""
     impls = caller.get_hookimpls()
     if len(impls) == 1 and set(impls[0].argnames) == set(_arguments(caller)):
         return impls[0].function

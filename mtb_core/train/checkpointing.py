@@ -1,4 +1,4 @@
-"""How a run uses checkpoints: what it resumes from, what it saves of itself, and when."""
+"""Checkpoints of a run: the one it resumes from, the state it saves, and the steps at which it saves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ResumePoint:
 
 
 def find_checkpoint(config: TrainConfig, registry: Registry) -> Opened | None:
-    """What ``--resume`` means for this run; None: start from the beginning.
+    """The checkpoint that ``--resume`` means for this run; None: start from the beginning.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -71,7 +71,7 @@ def find_checkpoint(config: TrainConfig, registry: Registry) -> Opened | None:
 
 
 def check_resume(opened: Opened, resolved: ResolvedRun, dataset: Dataset) -> ResumePoint:
-    """Whether this run may go on from the checkpoint `opened`.
+    """True if this run may go on from the checkpoint `opened`.
 
     Raises:
         ConfigError: its configuration or its data decide another training; or the checkpoint is of an old format that
@@ -121,7 +121,7 @@ def _progress(checkpoint: Opened | Loaded) -> Progress:
 
 @attrs.frozen
 class WentBack:
-    """Where a run has gone back to, and the names that newer checkpoints have got."""
+    """Result of going back: the progress there, and the new names of newer checkpoints."""
 
     progress: Progress
     put_aside: Sequence[str]
@@ -289,12 +289,12 @@ class RunCheckpoints:
             self._manager.settle(votes)
 
     def due(self, step: int) -> bool:
-        """Whether ``--save-every`` asks for a checkpoint of `step`."""
+        """True if ``--save-every`` asks for a checkpoint of `step`."""
         every = self._job.config.save_every
         return bool(every) and step % every == 0
 
     def wanted(self, step: int) -> bool:
-        """Whether the run saves at all, and the checkpoint of `step` is not there yet."""
+        """True if the run saves at all and the checkpoint of `step` is not there yet."""
         return self._saves and self._saved_step != step
 
     def save(self, progress: Progress) -> float:

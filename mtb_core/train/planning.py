@@ -155,7 +155,7 @@ def _check_checkpoint_folder(folder: Path) -> None:
 
 
 def nothing_left(planned: Planned) -> str | None:
-    """Why the run has nothing to do: its checkpoint is at ``--until-step``. None: it has something to do.
+    """Reason if the run has nothing to do, because its checkpoint is at ``--until-step``; None if it has.
 
     Its last evaluation is something, unless ``--run-dir`` holds a result already.
     """

@@ -37,7 +37,7 @@ from .schedule import LearningRate
 
 @attrs.define
 class Progress:
-    """How far the training is: the part of a run's state that is plain numbers.
+    """Counters of the training: the part of a run's state that is plain numbers.
 
     `global_step` counts completed optimizer steps (skipped updates included), `samples_seen` and `tokens_seen` what
     they consumed: real samples, valid tokens.
@@ -308,7 +308,7 @@ class Trainer:
         raise NonFinite(message, rank=rank, step=step, agreed=True)
 
     def _blame_gradient(self, batch: StepBatch, valid: float) -> tuple[int | None, str]:
-        """Which rank's gradient is not finite, where every loss is.
+        """Find the rank whose gradient is not finite although every loss is.
 
         After synchronisation all ranks hold the same non-finite sum. So the step's forward and backward are done once
         more without synchronisation, where the strategy can do that, to see each rank's own.
@@ -343,7 +343,7 @@ def _nothing_to_wait_for() -> None:
 
 
 def _ignored(total: Loss) -> None:
-    """Where nothing may be sent before the norm is known."""
+    """Stands in if nothing may be sent before the norm is known."""
 
 
 def _metrics(agreed: Agreed, valid: float) -> dict[str, float]:

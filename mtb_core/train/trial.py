@@ -66,7 +66,7 @@ class TrialInputs:
 
 @attrs.define
 class TrialOutcome:
-    """What a trial leaves behind on one rank; plain values.
+    """Outcome of a trial on one rank; plain values.
 
     Attributes:
         exit_reason: ``"done"``, ``"stopped"``, ``"interrupted"`` or ``"failed"``; equal on all ranks.
@@ -309,7 +309,7 @@ class _Training:
         return [said for said in gather_objects(self._inputs.ctx, text) if said is not None]
 
     def _ended(self) -> bool:
-        """Whether the ranks have agreed to end the run after this step: signals first, then run plugins."""
+        """True if the ranks have agreed to end the run after this step: signals first, then run plugins."""
         votes, own, outcome = self._trainer.agreed.votes, self._trainer.agreed.own, self._outcome
         if votes.finish and not votes.stopped and not votes.stop:
             outcome.stop_reason = self._said(own.finish)[0]
@@ -436,7 +436,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def _may_count(inputs: TrialInputs, outcome: TrialOutcome, first: int) -> bool:
-    """Whether collectives can be counted: in the last warm-up step, which is not timed, if that is not the first.
+    """True if collectives can be counted: in the last warm-up step, which is never timed, unless it is the first.
 
     In its first step a strategy may do what it does only once.
     """

@@ -1,4 +1,4 @@
-"""What every rank runs: join the others, check that all are alike, train, hand over the result."""
+"""Entry of every rank: join the others, check that all are alike, train, hand over the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .trial import TrialInputs, TrialOutcome, run_trial
 
 @attrs.frozen
 class Payload:
-    """What the launcher hands to every rank; picklable.
+    """Input of every rank, from the launcher; picklable.
 
     Attributes:
         folder: None where no launcher could decide it (several nodes, torchrun); rank 0 then does.

@@ -232,7 +232,7 @@ class _Worst:
 
 
 def _unequal(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Where the bits of two flat arrays differ."""
+    """Mask of the elements whose bits differ, of two flat arrays."""
     size = left.itemsize
     bits = left.view(np.uint8).reshape(-1, size) != right.view(np.uint8).reshape(-1, size)
     return bits.any(axis=1)  # type: ignore[no-any-return]

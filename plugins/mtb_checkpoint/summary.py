@@ -1,4 +1,4 @@
-"""What ``mtb checkpoint list`` and ``show`` tell; torch-free."""
+"""Contents of ``mtb checkpoint list`` and ``show``; torch-free."""
 
 from __future__ import annotations
 

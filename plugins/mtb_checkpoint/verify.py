@@ -33,7 +33,7 @@ class Integrity:
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint is exactly what was published."""
+        """True if the checkpoint is exactly what was published."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def verify_checkpoint(path: Path) -> Integrity:
 
 
 def _surplus(path: Path, manifest: Manifest) -> list[tuple[str, str]]:
-    """What is in the folder and not in the manifest; folders that hold listed files are expected."""
+    """Names that are in the folder and not in the manifest; folders that hold listed files are expected."""
     expected = {MANIFEST, READY, *manifest.files}
     folders = {str(parent) for name in manifest.files for parent in Path(name).parents}
     out = []

@@ -24,5 +24,5 @@ def new_digest() -> xxhash.xxh3_128:
 
 
 def digest_text(state: xxhash.xxh3_128) -> str:
-    """How a digest is written."""
+    """Text form of a digest."""
     return f"xxh3_128:{state.hexdigest()}"

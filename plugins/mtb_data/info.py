@@ -1,4 +1,4 @@
-"""What is at a path, as ``mtb data info`` shows it."""
+"""Contents of a path, as ``mtb data info`` shows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .digest import digest_of
 
 
 def describe_path(path: Path) -> dict[str, Any]:
-    """What `path` holds, as ``mtb data info`` shows it; reads all of a token file to check its digest.
+    """Contents of `path`, as ``mtb data info`` shows them; reads all of a token file to check its digest.
 
     Raises:
         ConfigError: there is nothing, or it cannot be used as data.

@@ -1,4 +1,4 @@
-"""What this distribution provides: ``mtb data``. Torch-free."""
+"""Entry point: ``mtb data``. Torch-free."""
 
 from __future__ import annotations
 

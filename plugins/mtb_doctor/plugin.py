@@ -1,4 +1,4 @@
-"""What this distribution provides: ``mtb doctor`` and the checks of machine and installation. Torch-free."""
+"""Entry point: ``mtb doctor`` and the checks of machine and installation. Torch-free."""
 
 from __future__ import annotations
 

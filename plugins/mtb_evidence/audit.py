@@ -58,7 +58,7 @@ _PATTERNS = (
 
 
 def private_details(text: str, environ: Mapping[str, str] | None = None) -> list[str]:
-    """What `text` tells that must not be recorded, by kind; empty where it tells nothing.
+    """Private details in `text` that must not be recorded, by kind; empty if there are none.
 
     The found text itself is not returned: messages are recorded too. `environ` are the variables whose secrets count, by
     default this process's.
@@ -83,7 +83,7 @@ def private_details(text: str, environ: Mapping[str, str] | None = None) -> list
 def audit_folder(
     folder: str | Path, *, skip: tuple[str, ...] = (), passed_over: dict[str, str] | None = None
 ) -> dict[str, list[str]]:
-    """What the text files below `folder` tell that must not be recorded: by file, relative to it, the kinds.
+    """Kinds of private details in the text files below `folder`, by file, relative to it.
 
     Compressed files (``.gz``) are unpacked; NULs in texts (UTF-16) are left out. Folders named in `skip` are not
     searched.
@@ -159,7 +159,7 @@ def _windows(file: Path) -> Iterator[str]:
 
 
 def _address_in(text: str) -> bool:
-    """Whether a number is an address of another machine, and no version (four numbers too)."""
+    """True if a number is an address of another machine, and no version (four numbers too)."""
     for found in _PERHAPS_ADDRESS.finditer(text):
         try:
             address = ipaddress.ip_address(found[0])

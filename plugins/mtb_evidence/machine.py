@@ -1,4 +1,4 @@
-"""What the machine says of itself, beyond what Python knows: sockets, memory nodes, clock policy, GPUs. Linux; torch-free.
+"""Facts about the machine beyond Python's: sockets, memory nodes, clock policy, GPUs. Linux; torch-free.
 
 What a machine does not tell is None.
 """
@@ -23,7 +23,7 @@ def read(path: str | Path) -> str | None:
 
 
 def cpu_quota(root: Path = _CGROUP) -> float | None:
-    """How many cores' time this container may use (cgroup v2 ``cpu.max``, v1 ``cfs_quota_us``); None without a limit."""
+    """Number of cores whose time this container may use (cgroup v2 ``cpu.max``, v1 ``cfs_quota_us``); None: no limit."""
     whole = (read(root / "cpu.max") or "").split()
     if len(whole) != 2:
         whole = [(read(root / "cpu" / f"cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
@@ -60,7 +60,7 @@ def gpu_driver() -> str | None:
 
 
 def gpu_topology() -> dict[str, str] | None:
-    """How GPUs are connected, by pair, as ``nvidia-smi topo -m`` says: {"0-1": "NV12"}; None for fewer than two."""
+    """Connections of GPUs by pair, from ``nvidia-smi topo -m``: {"0-1": "NV12"}; None for fewer than two."""
     text = nvidia_smi("topo", "-m")
     return None if text is None else parse_topology(text) or None
 
@@ -80,7 +80,7 @@ def parse_topology(text: str) -> dict[str, str]:
 
 
 def nvidia_smi(*words: str) -> str | None:
-    """What ``nvidia-smi`` prints; None without it, or where it fails or hangs."""
+    """Output of ``nvidia-smi``; None without it, or if it fails or hangs."""
     try:
         done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):

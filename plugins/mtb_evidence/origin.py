@@ -98,7 +98,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def provenance(argv: Sequence[str], *, folder: str | Path | None = None) -> dict[str, Any]:
-    """Which code ran, from what image, by which command; see ``docs/reference/json.md``.
+    """Revision of the code, image and command of this run; see ``docs/reference/json.md``.
 
     `folder` is a folder of the project that ran; by default the checkout that holds this package, else the working
     directory. ``git_dirty`` tells whether tracked files differ from the revision, ``git_diff_digest`` is the
@@ -130,13 +130,13 @@ def provenance(argv: Sequence[str], *, folder: str | Path | None = None) -> dict
 
 
 def same_revision(a: str, b: str) -> bool:
-    """Whether two texts name one revision: equal, or one the other's beginning of at least 7 digits (as git shortens)."""
+    """True if two texts name one revision: equal, or one the other's beginning of at least 7 digits (as git shortens)."""
     short, long = sorted((a.strip().lower(), b.strip().lower()), key=len)
     return short == long or (len(short) >= 7 and long.startswith(short))
 
 
 def in_container(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process runs in a container, by the marks that container engines leave."""
+    """True if this process runs in a container, by the marks that container engines leave."""
     names = (*_CONTAINER_VARIABLES, *_IMAGE_VARIABLES.values())
     return any(environ.get(n) for n in names) or any(Path(mark).exists() for mark in _CONTAINER_MARKS)
 
@@ -167,7 +167,7 @@ def _places(folder: str | Path | None) -> list[str | Path]:
 
 
 def _ask_git(place: str | Path, *words: str) -> bytes | None:
-    """What git prints in `place`; None where it fails. No lock is taken: it cannot disturb a git at work beside it."""
+    """Output of git in `place`; None if it fails. It takes no lock, so that it cannot disturb another git."""
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(

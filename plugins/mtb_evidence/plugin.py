@@ -1,4 +1,4 @@
-"""What this distribution provides: the evidence of a training. Torch-free."""
+"""Entry point: the evidence of a training. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether measured times may be compared with others: what disturbed the machine, and what makes them uncertain.
+"""Validity of measured times for comparison: disturbances of the machine, and uncertainty of the times.
 
 Each rank takes a `Sample` when it starts and, by `gather_uses`, when it ends. All that a document says,
 `performance_fields`, follows from these by pure functions.
@@ -61,7 +61,7 @@ _THROTTLED = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown")
 
 @attrs.frozen
 class Sample:
-    """What the machine and this process have done so far; plain numbers, None where that is not told.
+    """Counters of the machine and this process so far; plain numbers, None if the system does not tell.
 
     Attributes:
         at_s: a monotonic clock.
@@ -100,7 +100,7 @@ class Sample:
 
 @attrs.frozen
 class RankUse:
-    """What one rank hands over at the end: when it started and ended, and what it knows of its machine.
+    """One rank's counters at its start and end, and facts about its machine.
 
     Attributes:
         cores, machine_cores: those that it may use, by affinity and a container's quota, and all.
@@ -119,7 +119,7 @@ class RankUse:
 
 @attrs.frozen
 class Timed:
-    """What was timed for one row of a document, as far as it tells how sure the row's figures are.
+    """Number and spread of the timings behind one row.
 
     Attributes:
         count: how many measured steps, calls or iterations.
@@ -161,7 +161,7 @@ def performance_fields(
 
 
 def conditions(ranks: Sequence[RankUse]) -> dict[str, Any]:
-    """What the machines were like while the ranks ran: the worst of the nodes; strict JSON.
+    """Conditions of the machines while the ranks ran: the worst of the nodes; strict JSON.
 
     `ranks` are in order, one at least; a new node begins with each local rank 0.
     """
@@ -216,7 +216,7 @@ def _uncertainty(timed: Sequence[Timed], each: str, row: str) -> list[str]:
 
 
 def debug_flags(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What is switched on in this process that slows it down, in words."""
+    """Texts for debugging aids of this process that slow it down."""
     out = [
         f"{name}={environ[name]} is set"
         for name, harmless in _DEBUG_FLAGS.items()
@@ -251,7 +251,7 @@ def gpu_disturbances(own_ranks: int) -> list[str]:
 
 
 def formal_obstacles(origin: Mapping[str, Any]) -> list[str]:
-    """Why what is measured here and now could not be published, in words: the code's `origin` and the machine.
+    """Reasons why a measurement made here and now could not be published: the code's `origin` and the machine.
 
     `origin` is what ``provenance`` returns. Without obstacles the tree is clean and at a known revision, the image, if
     any, was built from it, and nothing else uses the machine or its GPUs.
@@ -277,7 +277,7 @@ def formal_obstacles(origin: Mapping[str, Any]) -> list[str]:
 
 
 def throttle_notes(csv: str) -> list[str]:
-    """What a line for each GPU, "Active" or "Not Active" by reason, says; a reason a GPU does not have is no note."""
+    """Texts for GPUs that are slowed down, from a line for each GPU with "Active" or "Not Active" by reason."""
     found = {
         name
         for line in csv.splitlines()
@@ -349,12 +349,12 @@ def usable_cores(allowed: int, quota: float | None) -> int:
 
 
 def gather_uses(ctx: RankContext, start: Sample) -> list[RankUse]:
-    """What all ranks hand over, each since its own `start`, in rank order on every rank. Called by all ranks."""
+    """Counters of all ranks, each since its own `start`, in rank order on every rank. Called by all ranks."""
     return gather_objects(ctx, own_use(ctx, start))
 
 
 def own_use(ctx: RankContext, start: Sample) -> RankUse:
-    """What this rank hands over, taken now."""
+    """Counters of this rank, taken now."""
     import torch  # noqa: PLC0415  (a run has it loaded already)
 
     notes = debug_flags()

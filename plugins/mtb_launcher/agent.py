@@ -190,7 +190,7 @@ class Agent(SimpleElasticAgent):
                     self.values[worker.rank] = worker.report.value
 
     def _must_end(self) -> bool:
-        """Whether the workers, which were asked to stop, are to be ended instead; tells if they do not stop."""
+        """True if workers that were asked to stop are to be ended instead; warns if they do not stop."""
         insisted, self._signals.insisting = self._signals.insisting, False
         if any(worker.held and not worker.exited for worker in self._workers):
             if insisted:
@@ -296,7 +296,7 @@ class Agent(SimpleElasticAgent):
 
 
 def _text_from(log: Path, start: int) -> str:
-    """What stands in `log` from byte `start` on."""
+    """Text of `log` from byte `start` on."""
     try:
         with log.open("rb") as file:
             file.seek(start)

@@ -1,4 +1,4 @@
-"""What a worker process does around its entry: live and die with the launcher, log to a file, report the end."""
+"""A worker process around its entry: it lives and dies with the launcher, logs to a file, reports its end."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Start:
 
 @attrs.frozen
 class Report:
-    """How a worker ended: `value` is what entry returned, `stop` the signal that asked this rank to stop."""
+    """End of a worker: `value` was returned by the entry, `stop` is the signal that asked this rank to stop."""
 
     value: Any = None
     failure: Failure | None = None

@@ -11,7 +11,7 @@ _LONGEST = 1 << 16
 
 
 def innermost_calls(stacks: str) -> str:
-    """Where the main thread is, by what `faulthandler` has printed: ``wait (queue.py:171) in next (loader.py:88)``.
+    """Place of the main thread in a print of `faulthandler`: ``wait (queue.py:171) in next (loader.py:88)``.
 
     Empty where nothing was printed.
     """

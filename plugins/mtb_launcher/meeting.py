@@ -1,4 +1,4 @@
-"""Where launchers of several nodes meet; with one node there is nobody to meet."""
+"""Rendezvous of the launchers of several nodes; one node meets nobody."""
 
 from __future__ import annotations
 

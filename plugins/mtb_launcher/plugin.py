@@ -1,4 +1,4 @@
-"""What this distribution provides: the launcher `local`. Torch-free."""
+"""Entry point: the launcher `local`. Torch-free."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class WorkerProcess:
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes ready when there is news of this worker's end."""
+        """Objects that become ready when there is news of this worker's end."""
         return [self.process.sentinel] + ([self._report] if self.report is None and not self._report.closed else [])
 
     def poll(self) -> None:
@@ -93,17 +93,17 @@ class WorkerProcess:
 
     @property
     def exited(self) -> bool:
-        """Whether the process has ended."""
+        """True if the process has ended."""
         return self.process.exitcode is not None
 
     @property
     def done(self) -> bool:
-        """Whether the worker has ended well."""
+        """True if the worker has ended well."""
         return self.exited and self.report is not None and self.failure is None
 
     @property
     def failure(self) -> Failure | None:
-        """Why the worker failed; None while it has not."""
+        """The worker's failure; None while there is none."""
         if self.report is not None:
             if self.report.failure is not None:
                 return self.report.failure
@@ -180,7 +180,7 @@ def pick_method(asked: str, nproc: int, nodes: int) -> str:
 
 
 def _has_computed() -> bool:
-    """Whether this process has more threads than those that importing numpy starts (they do survive a fork)."""
+    """True if this process has more threads than those that importing numpy starts (they do survive a fork)."""
     blas = available_cores() - 1 if "numpy" in sys.modules else 0
     return len(os.listdir("/proc/self/task")) > 1 + blas  # noqa: PTH208  (only counted)
 
