@@ -1,4 +1,4 @@
-"""What this distribution provides: strategy ``ddp``. Torch-free."""
+"""Entry point: strategy ``ddp``. Torch-free."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ReplicatedModule:
 
     @property
     def loss_factor(self) -> int:
-        """What the loss is multiplied by before backward: DDP averages gradients over ranks, but wanted is their sum."""
+        """Factor of the loss before backward: DDP averages gradients over ranks, and the step needs their sum."""
         return self.ranks
 
     @contextmanager

@@ -101,7 +101,7 @@ def _fill_and_split(
 
 
 def _filled(name: str, tensor: torch.Tensor, job: Job) -> Any:
-    """What `tensor`, under `name`, is to be: filled by core if it is on ``meta``, else itself."""
+    """The final `tensor` for `name`: filled by core if it is on ``meta``, else itself."""
     if not tensor.is_meta:
         return tensor
     # Core fills modules; so this one tensor gets a module of its own, in which it has the same name.

@@ -132,7 +132,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 @attrs.frozen
 class Reach:
-    """What backward from a loss will reach: ids of parameters, and whether something in the graph hides others.
+    """Reach of backward from a loss: ids of parameters, and whether something in the graph hides others.
 
     Checkpointing in its re-entrant form runs forward again when backward comes to it, and only then has a graph.
     """
@@ -142,7 +142,7 @@ class Reach:
 
 
 def reach(loss: torch.Tensor) -> Reach:
-    """What backward from `loss` will reach.
+    """Find what backward from `loss` will reach.
 
     DeepSpeed takes gradients out of ``.grad`` and reduces them in buckets; a parameter without one would leave another
     rank's bucket of another size, or, at stage 3, an old gradient in place. So it must be known before backward.

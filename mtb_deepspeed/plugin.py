@@ -1,4 +1,4 @@
-"""What this distribution provides: strategy ``deepspeed`` and the command ``deepspeed``. Torch-free."""
+"""Entry point: strategy ``deepspeed`` and the command ``deepspeed``. Torch-free."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def mtb_commands() -> Sequence[CommandInfo]:
 
 @hookimpl
 def mtb_doctor_checks() -> Sequence[DoctorCheck]:
-    """Whether DeepSpeed can be imported."""
+    """Check that DeepSpeed can be imported."""
     return [DoctorCheck("deepspeed", "DeepSpeed imports, without building anything", "mtb_deepspeed.doctor:check")]

@@ -41,7 +41,7 @@ class Fragment:
 
 
 class ZeroParts:
-    """What a ZeRO optimizer holds on this rank."""
+    """Tensors of a ZeRO optimizer on this rank."""
 
     def __init__(self, engine: Any, rank: int) -> None:
         self._engine, self._zero, self._rank = engine, engine.optimizer, rank
@@ -71,7 +71,7 @@ class ZeroParts:
         return tuple(parameter.shape), 0, parameter.detach().view(-1)
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """What this rank keeps now, by purpose (``parameters``, ``gradients``, ``optimizer``), without buckets."""
+        """Tensors that this rank keeps now, by purpose (``parameters``, ``gradients``, ``optimizer``), without buckets."""
         flats = [flat for _, flat in self.flats()]
         states = [v for flat in flats for v in self.optimizer.state.get(flat, {}).values() if torch.is_tensor(v)]
         return {

@@ -1,4 +1,4 @@
-"""Whether DeepSpeed is there, in the version that this plugin knows; without importing it or anything that is slow."""
+"""Check for DeepSpeed in the version that this plugin knows, without importing it or anything slow."""
 
 from __future__ import annotations
 

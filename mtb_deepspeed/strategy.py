@@ -36,7 +36,7 @@ from .state import zero_state
 
 @attrs.define
 class _Engine:
-    """What the strategy keeps for a trial.
+    """The strategy's own values of a trial.
 
     Attributes:
         parts: None at stage 0, where parameters and optimizer are plain.

@@ -55,7 +55,7 @@ class _Fragment:
 
 @attrs.frozen
 class _Engine:
-    """What the strategy keeps beside the module.
+    """The strategy's own values beside the module.
 
     Attributes:
         copies: how many ranks hold the same elements.

@@ -1,4 +1,4 @@
-"""What this distribution provides: strategies ``fsdp`` and ``fsdp1``. Torch-free."""
+"""Entry point: strategies ``fsdp`` and ``fsdp1``. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategy ``fsdp`` communicates in one optimizer step, by arithmetic alone.
+"""Communication of strategy ``fsdp`` in one optimizer step, by arithmetic alone.
 
 The sums follow how FSDP2 works: the parameters of a unit travel in one message, each padded in its first dimension to
 a multiple of the number of shards. A unit is gathered for forward and, if it was resharded since, for backward; its

@@ -1,4 +1,4 @@
-"""Which modules become units: what is gathered, freed and reduced together. The rest belongs to the root."""
+"""Choice of the units, which are gathered, freed and reduced together. The rest belongs to the root."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _copy_of_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _shared_with_outside:  # noqa: N801  (used like a function)
-    """Whether a submodule of `module` shares a parameter with modules outside of it."""
+    """True if a submodule of `module` shares a parameter with modules outside of it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners: dict[int, set[int]] = {}

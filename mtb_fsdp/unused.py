@@ -74,17 +74,17 @@ class UsageCheck:
         self._forwards += 1
 
     def _ran(self, forward: int, units: str) -> bool:
-        """Whether this rank ran any of `units`: in a forward that ended, or that waits for others in a later unit."""
+        """True if this rank ran any of `units`: in a forward that ended, or that waits for others in a later unit."""
         here = forward == self._forwards + 1 and not self._waiting.issuperset(units.split("\n"))
         return here or forward <= self._forwards
 
     def _sent(self, message: int, what: str) -> bool:
-        """Whether this rank sent gradients of a unit, or wants to, of another length than the rank that asks."""
+        """True if this rank sent gradients of a unit, or wants to, of another length than the rank that asks."""
         length, _, unit = what.partition(" ")
         return self.reduce_scatters[unit].differs(message, int(length))
 
     def no_gradient(self, unit: str, names: Sequence[str], answer: Answer) -> MissingGradient:
-        """What to raise where gradients of `unit` are missing on this rank; `names` are all that it trains."""
+        """Error for gradients of `unit` that are missing on this rank; `names` are all that it trains."""
         where = f"module '{unit}'" if unit else "the model outside of its units"
         shown = ", ".join(f"'{n}'" for n in names[:3])
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -130,7 +130,7 @@ class CheckedReduceScatter:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def differs(self, number: int, length: int) -> bool:
-        """Whether the buffer `number` of this unit is here of another length than `length`, and not of one agreed on."""
+        """True if the buffer `number` of this unit has another length here than `length`, and none that was agreed on."""
         return number <= self._allocated or (number == self._allocated + 1 and self._asking not in (0, length))
 
     def __call__(

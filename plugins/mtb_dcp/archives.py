@@ -52,7 +52,7 @@ _DIRECTORY_BYTES = 1 << 16
 
 
 def locate(file: io.RawIOBase, dtype: str, sizes: tuple[int, ...]) -> int:
-    """Where in the archive `file` the elements of the one contiguous tensor of `dtype` and `sizes` start.
+    """Offset in the archive `file` of the elements of its one contiguous tensor of `dtype` and `sizes`.
 
     Raises:
         ValueError: it is not the archive of exactly such a tensor.
@@ -134,7 +134,7 @@ def _check_description(data: bytes, dtype: str, sizes: tuple[int, ...]) -> None:
 
 @attrs.frozen
 class Template:
-    """What ``torch.save`` writes around the elements of a tensor.
+    """The bytes that ``torch.save`` writes around the elements of a tensor.
 
     Attributes:
         fragments: the bytes before and behind them, each with its place.

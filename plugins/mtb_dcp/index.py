@@ -17,7 +17,7 @@ from .inert import Inert, Name, read_pickle
 
 @attrs.frozen
 class Index:
-    """What ``.metadata`` says: the tensors by key, and the keys of entries that are not tensors."""
+    """Contents of ``.metadata``: the tensors by key, and the keys of entries that are not tensors."""
 
     tensors: Mapping[str, TensorEntry]
     others: tuple[str, ...]

@@ -24,7 +24,7 @@ _MARK = object()
 
 @attrs.frozen
 class Name:
-    """What a global name in a pickle stands for: `kind` is how readers know objects of it."""
+    """Stand-in for a global name in a pickle; readers know its objects by `kind`."""
 
     kind: str
 
@@ -40,7 +40,7 @@ class Inert:
 
 @attrs.frozen
 class Persistent:
-    """What a pickle refers to by an identity of its own."""
+    """Object that a pickle refers to by an identity of its own."""
 
     identity: Any
 
@@ -119,7 +119,7 @@ class _Reader:
         self._stack.append(value)
 
     def to_mark(self) -> list[Any]:
-        """What was pushed since the last mark, which is removed."""
+        """Values pushed since the last mark, which is removed."""
         for place in range(len(self._stack) - 1, -1, -1):
             if self._stack[place] is _MARK:
                 found = self._stack[place + 1 :]

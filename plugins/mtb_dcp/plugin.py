@@ -1,4 +1,4 @@
-"""What this distribution provides; see `mtb_core.hookimpl`. The format itself is imported when it is used."""
+"""Entry point: checkpoint formats of torch; see `mtb_core.hookimpl`. They are imported when used."""
 
 from __future__ import annotations
 

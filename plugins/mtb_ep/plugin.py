@@ -1,4 +1,4 @@
-"""What this distribution provides: strategy ``ep`` and model ``moe``. Torch-free."""
+"""Entry point: strategy ``ep`` and model ``moe``. Torch-free."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @attrs.define
 class _Engine:
-    """What the strategy keeps.
+    """The strategy's own values.
 
     Attributes:
         replicas: the model without its experts, which all ranks hold.

@@ -89,7 +89,7 @@ class Best:
 
     @hookimpl
     def mtb_result(self) -> Mapping[str, Any] | None:
-        """Which one is kept."""
+        """Name of the kept checkpoint, for the result."""
         if self._info is None or (self._kept is None and self._failed is None):
             return None
         found: dict[str, Any] = {} if self._failed is None else {"failed": self._failed}
@@ -119,7 +119,7 @@ class Best:
         self._kept = Kept(keep_checkpoint(path, self._folder), step, loss)
 
     def _find(self) -> Kept | None:
-        """What an earlier invocation of this training has kept; the best, where it was ended between two."""
+        """Checkpoint that an earlier invocation of this training has kept; the best one, if it ended between two."""
         file = self._folder / "losses.json"
         if not file.is_file():
             return None

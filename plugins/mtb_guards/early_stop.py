@@ -44,7 +44,7 @@ class EarlyStop:
 
     @hookimpl
     def mtb_phase(self, phase: Phase) -> None:
-        """What is loaded has a past of its own."""
+        """Start anew after loading, which brings a past of its own."""
         if phase == "load":
             self._seen = Seen()
 
@@ -62,7 +62,7 @@ class EarlyStop:
 
     @hookimpl
     def mtb_plugin_state(self) -> Mapping[str, Any]:
-        """What it has seen."""
+        """The losses seen so far, for checkpoints."""
         return attrs.asdict(self._seen)
 
     @hookimpl

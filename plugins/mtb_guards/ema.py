@@ -45,7 +45,7 @@ class Ema:
 
     @hookimpl
     def mtb_phase(self, phase: Phase) -> None:
-        """What is loaded may have no average of its own."""
+        """Begin the average anew if the loaded checkpoint has none."""
         if phase == "load":
             self._begun, self._updates = False, 0
 
@@ -93,7 +93,7 @@ class Ema:
 
     @hookimpl
     def mtb_result(self) -> Mapping[str, Any]:
-        """How many updates it has seen."""
+        """Number of updates in the average, for the result."""
         return {"decay": self._options.decay, "updates": self._updates}
 
     def _begin(self) -> None:

@@ -37,7 +37,7 @@ class LossSpike:
 
     @hookimpl
     def mtb_phase(self, phase: Phase) -> None:
-        """What is loaded has a past of its own. Going back is worth a checkpoint."""
+        """Start anew after loading, which brings a past of its own. Going back is worth a checkpoint."""
         if phase == "load":
             self._values.clear()
             self._asked = None
@@ -83,11 +83,11 @@ class LossSpike:
 
     @hookimpl
     def mtb_result(self) -> Mapping[str, Any]:
-        """How often it has acted."""
+        """Number of its acts, for the result."""
         return {"acted": self._acted, "at_most": self._options.at_most}
 
     def _spike(self, step: int, value: float) -> str | None:
-        """Why `value` of `step` is a spike to act on; None: it is none, or enough has been done."""
+        """Reason if `value` of `step` is a spike to act on; None if it is none, or enough has been done."""
         options = self._options
         if len(self._values) < options.window or self._acted >= options.at_most:
             return None

@@ -1,4 +1,4 @@
-"""What this distribution provides: run plugins that act on their run, each where one of its options is given. Torch-free."""
+"""Entry point: run plugins that act on their run, each if one of its options is given. Torch-free."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class WallTime:
 
     @hookimpl
     def mtb_result(self) -> Mapping[str, Any]:
-        """What it went by, seconds."""
+        """Its measures in seconds, for the result."""
         return {"limit_s": self._limit, "margin_s": self._margin, "longest_step_s": self._longest}
 
     def _look(self) -> None:

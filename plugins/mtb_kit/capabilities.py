@@ -1,4 +1,4 @@
-"""What a strategy can do: its plan says it, and its author may insist on it or leave it out."""
+"""Capabilities of a strategy: its plan promises them, and its author may insist on one or leave one out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _numbers_of_ranks(_instance: object, _attribute: object, value: tuple[int, .
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What an author declares beside the plan: mostly the numbers of ranks.
+    """Declaration of an author beside the plan: mostly the numbers of ranks.
 
     What is checked follows from the promises of `Plan`, whose names the other attributes have. None: as the plan says.
     True: the plan must promise it at every number of ranks above one, or `discovery.capabilities` fails. False: it is not checked, though

@@ -1,4 +1,4 @@
-"""What the kit found out about a strategy: a document for programs, and a page for people."""
+"""The certificate of a strategy: a document for programs, and a page for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check is, and how checks are chosen and run."""
+"""Checks: their definition, choice and running."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ class Check:
 
     @property
     def how(self) -> str:
-        """How that is looked at: the docstring of its function; empty where the title says it."""
+        """Method of the check: the docstring of its function; empty if the title says it."""
         text = inspect.cleandoc(self.function.__doc__ or "")
         return "" if text == "See the title." else text
 
     @property
     def page(self) -> str:
-        """Where the documentation explains it."""
+        """Its place in the documentation."""
         return f"{PAGE}#{self.name.replace('.', '')}"
 
 
@@ -155,7 +155,7 @@ class Case:
 
 @attrs.frozen
 class Outcome:
-    """How a case went.
+    """Outcome of a case.
 
     Attributes:
         expected: with `seen`, what did not hold, where it failed.

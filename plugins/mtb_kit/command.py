@@ -143,7 +143,7 @@ def _show(certificate: Certificate, as_json: bool, output: str | None) -> None:
 
 
 def _memory(name: str, options: Mapping[str, str]) -> Path:
-    """Where the failed checks of a strategy are remembered, for --last-failed."""
+    """File that remembers the failed checks of a strategy, for --last-failed."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = hashlib.sha256(json.dumps([name, sorted(options.items())]).encode()).hexdigest()[:16]
     return Path(base) / "mtb" / "last-failed" / f"{key}.json"

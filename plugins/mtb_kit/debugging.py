@@ -18,7 +18,7 @@ from mtb_core.api.values import Job
 
 @attrs.frozen
 class Terminal:
-    """Where to debug which rank. Ranks have no standard input of their own, so the terminal is opened by its path."""
+    """Terminal and rank of a debugger. Ranks have no standard input of their own, so it is opened by its path."""
 
     rank: int
     path: str

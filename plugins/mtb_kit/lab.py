@@ -116,7 +116,7 @@ class Run:
         return assemble(self.traces, step, agreeing=plan is None or plan.sums_gradients)
 
     def why(self) -> str:
-        """How it ended, in words, with the end of the log where a rank failed."""
+        """Text on the end of the run, with the end of the log if a rank failed."""
         if self.failure is None:
             agreed = (self.first.result or {}).get("failure") if self.traces else None
             return self.exit_reason if agreed is None else f"{self.exit_reason}: {agreed['text']}"
@@ -129,12 +129,12 @@ class Run:
 
 
 def _overdue(lines: list[str]) -> int | None:
-    """Where the stacks of a rank that took too long begin."""
+    """Index of the line at which the stacks of a rank that took too long begin."""
     return next((i for i, line in enumerate(lines) if line.startswith("Timeout (")), None)
 
 
 def _told(rank: int, lines: list[str]) -> str:
-    """What a rank has written: the innermost frames of its stacks if it took too long, else the end."""
+    """Excerpt of a rank's output: the innermost frames of its stacks if it took too long, else the end."""
     start = _overdue(lines)
     if start is None:
         shown = lines[-15:]
@@ -284,7 +284,7 @@ class Lab:
         return self.capabilities.sync_modes or self.plan(ranks).sync_modes
 
     def refusal(self, ranks: int, **settings: Any) -> str:
-        """Why a run with `settings` is refused before any rank starts, by the plan or by core; empty: it is not."""
+        """Error text if a run with `settings` is refused before any rank starts, by the plan or by core; else empty."""
         try:
             plan_run(self._as_asked(episode(ranks, **settings)), self.registry, World(ranks, ranks))
         except MtbError as error:
@@ -369,7 +369,7 @@ class Lab:
         return Run(asked, traces, failure, reason, log, folder)
 
     def _work(self, asked: Episode, folder: Path) -> RankWork:
-        """What each rank of an episode needs.
+        """Input of each rank of an episode.
 
         Raises:
             ConfigError: it cannot be run at all.
@@ -419,7 +419,7 @@ def _keep_in(log: dict[int, list[str]]) -> Callable[[int, str], None]:
 
 
 def _registry(info: StrategyInfo) -> Registry:
-    """What is installed, with the strategy under test and the laboratory's own data and models."""
+    """The installed plugins, with the strategy under test and the laboratory's own data and models."""
     found = discover()
     return attrs.evolve(
         found,

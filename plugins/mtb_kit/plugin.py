@@ -1,4 +1,4 @@
-"""What this distribution provides: ``mtb plugins check``. Torch-free."""
+"""Entry point: ``mtb plugins check``. Torch-free."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class _KillInSave:
 
 
 def start_note(folder: Path, rank: int) -> Path:
-    """Where `KillInSave` notes the step that `rank` started from; a killed rank can leave nothing else."""
+    """File in which `KillInSave` notes the step that `rank` started from; a killed rank can leave nothing else."""
     return folder / f"kit-started-{rank}"
 
 
@@ -148,7 +148,7 @@ class _WatchFolder:
 
 
 def incompleteness(path: Path) -> str:
-    """Why a folder with a READY mark should have none; empty where all is well. Its name does not matter."""
+    """Reason why a folder with a READY mark should have none; empty if all is well. Its name does not matter."""
     try:
         manifest = read_manifest(path)
     except DamagedCheckpoint as error:

@@ -29,7 +29,7 @@ _SETTLE_S = 2.0
 
 
 class RaisedOnPurpose(Exception):
-    """What `FailInForward` raises."""
+    """Error that `FailInForward` raises."""
 
 
 @attrs.frozen

@@ -171,7 +171,7 @@ def _clear_caches_of_torch() -> None:
 
 
 def _more(count: Callable[[], Counter[str]], before: Counter[str]) -> dict[str, int]:
-    """What there is more than before, when that no longer changes or patience has ended."""
+    """Surplus over `before` once there is none, or after some patience."""
     deadline = time.monotonic() + _SETTLE_S
     more = count() - before
     while more and time.monotonic() < deadline:

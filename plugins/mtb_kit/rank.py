@@ -1,4 +1,4 @@
-"""What each rank of an episode runs."""
+"""Entry of each rank of an episode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .episodes import Probe
 
 @attrs.frozen
 class RankWork:
-    """What the laboratory hands to every rank of an episode.
+    """Input of every rank of an episode, from the laboratory.
 
     Attributes:
         impl: reference of the strategy's class.

@@ -21,7 +21,7 @@ from mtb_core.running import run
 
 @attrs.define
 class RankRecord:
-    """What one rank did.
+    """Record of one rank.
 
     Attributes:
         initial: model parameters before the first step, by name; this rank's local parts.

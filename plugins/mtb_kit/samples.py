@@ -36,7 +36,7 @@ class Sample(nn.Module):
         self.out = nn.Linear(width, vocab_size)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the output layer sees."""
+        """Input of the output layer."""
         x: torch.Tensor = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

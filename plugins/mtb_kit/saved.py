@@ -61,7 +61,7 @@ def described(entry: TensorEntry) -> str:
 
 
 def same_parts(seen: Mapping[str, list[Part]], expected: Mapping[str, list[Part]], what: str) -> None:
-    """What a rank holds is the same: keys, places, bits.
+    """Compare two ranks' parts: keys, places, bits.
 
     Raises:
         Mismatch: names the first tensor that differs.

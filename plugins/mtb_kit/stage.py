@@ -1,4 +1,4 @@
-"""What an episode leaves behind on each rank, and who writes it down."""
+"""Records of an episode on each rank, and their writer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MicroTrace:
 
 @attrs.define
 class RankTrace:
-    """What one rank did in an episode; plain values and tensors on the CPU.
+    """Record of one rank in an episode; plain values and tensors on the CPU.
 
     Attributes:
         states: by step, the parts of model and optimizer that this rank holds.
@@ -66,7 +66,7 @@ class RankTrace:
 
 
 class Stage:
-    """Where an episode takes place on one rank: the strategy under test and what is known of the run so far.
+    """Scene of an episode on one rank: the strategy under test and the run so far.
 
     Attributes:
         step: the step that is being taken; 0 before the first.
@@ -125,7 +125,7 @@ def enter(stage: Stage) -> None:
 
 
 def make_strategy() -> Strategy:
-    """What core calls in place of the strategy's class."""
+    """Stand-in for the strategy's class, called by core."""
     assert _stage is not None
     return _stage.make_strategy()
 

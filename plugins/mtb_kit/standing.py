@@ -31,7 +31,7 @@ MakeWork = Callable[[Episode, Path], RankWork]
 
 @attrs.frozen
 class Ending:
-    """How ranks came to their end.
+    """End of the ranks.
 
     Attributes:
         log: the last lines that each rank has written, by rank.

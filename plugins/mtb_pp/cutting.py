@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and the module that each stage is."""
+"""Cutting of a model into stages, and the module of each stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtb_pp.plugin import check_stages
 
 @attrs.frozen
 class Cut:
-    """How a model is cut; the same on every rank.
+    """The cut of a model; the same on every rank.
 
     Attributes:
         parts: by stage, the names of the chain's modules in it, in order.
@@ -93,7 +93,7 @@ class Part(nn.Module):
         self._steps = tuple(modules[name] for name in chain)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the next stage takes; of the last stage, what the model returns."""
+        """Input of the next stage; from the last stage, the model's output."""
         for step in self._steps:
             x = step(x)
         return x if self._sent is None else x.to(self._sent).contiguous()

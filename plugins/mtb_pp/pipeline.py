@@ -126,7 +126,7 @@ class Stage(PipelineStage):
 
 
 def _unwrapped(call: Callable[..., Any], *arguments: Any) -> Any:
-    """What `call` returns. Torch raises the errors of a model as causes of its own, which print whole tensors."""
+    """Result of `call`. Torch raises the errors of a model as causes of its own, which print whole tensors."""
     try:
         return call(*arguments)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What this distribution provides: strategy ``pp``. Torch-free."""
+"""Entry point: strategy ``pp``. Torch-free."""
 
 from __future__ import annotations
 

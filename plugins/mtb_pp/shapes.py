@@ -1,4 +1,4 @@
-"""What travels between stages: its shape and dtype, found without computing anything.
+"""Shapes and dtypes of the tensors between stages, found without computing anything.
 
 torch's pipeline can find out by itself, by running each stage once more in its first step and after each evaluation,
 forward and backward, on memory that nobody has written. That changes the model's buffers and wakes its hooks.

@@ -39,7 +39,7 @@ from mtb_pp.ties import Tie, sum_gradients, ties_of
 
 @attrs.define
 class _Engine:
-    """What the strategy keeps.
+    """The strategy's own values.
 
     Attributes:
         data: each stage of this rank over the ranks that see different samples.
@@ -138,7 +138,7 @@ class PPStrategy(Strategy):
         return out
 
     def state(self, prepared: Prepared) -> State:
-        """What this rank's stages hold, in terms of the whole model. Buffers are those of the first data rank."""
+        """State of this rank's stages in terms of the whole model. Buffers are those of the first data rank."""
         _settle(prepared.engine)
         return super().state(prepared)
 
@@ -148,7 +148,7 @@ class PPStrategy(Strategy):
 
 
 def _passed(job: Job, model: nn.Module, found: Cut, shape: tuple[int, int], *, sharded: bool) -> list[Tensor | None]:
-    """What the stages take, by stage, and None: what leaves the last one."""
+    """Inputs of the stages by stage; under None, the output of the last one."""
     bf16 = job.config.precision == "bf16"
     sent = outputs(model, found.parts, shape, torch.device(job.ctx.device), bf16=bf16 and not sharded)
     if bf16 and sharded:  # FSDP2 computes in bf16, and would make it of what it takes

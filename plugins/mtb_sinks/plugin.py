@@ -1,4 +1,4 @@
-"""What this distribution provides; see `mtb_core.hookimpl`. The sinks themselves are imported when they are used."""
+"""Entry point: sinks; see `mtb_core.hookimpl`. They are imported when used."""
 
 from __future__ import annotations
 

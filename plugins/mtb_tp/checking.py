@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ("explicit", "torch")
 
 @attrs.frozen
 class Error:
-    """How far one quantity is from the reference, at worst over ranks and elements.
+    """Largest distance of one quantity from the reference, over ranks and elements.
 
     Attributes:
         max_abs: largest absolute difference.
@@ -36,13 +36,13 @@ class Error:
 
     @property
     def ok(self) -> bool:
-        """Whether it is within the tolerance; what is not a number is not."""
+        """True if it is within the tolerance; NaN is not."""
         return self.max_abs <= self.tolerance
 
 
 @attrs.frozen
 class Outcome:
-    """What one implementation of a layer did.
+    """Results of one implementation of a layer.
 
     Attributes:
         errors: by quantity: ``output``, and the gradient of each input and parameter.
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether all is as it should be."""
+        """True if all is as it should be."""
         return self.refused is None and self.collectives == self.expected and all(e.ok for e in self.errors.values())
 
 
@@ -75,7 +75,7 @@ class Detection:
 
 @attrs.frozen
 class Request:
-    """What ranks are to do; `ranks`: how many there must be, None: any."""
+    """Input of the ranks; `ranks`: the number that there must be, None: any."""
 
     settings: Settings
     self_test: bool
@@ -84,7 +84,7 @@ class Request:
 
 @attrs.frozen
 class Report:
-    """What all ranks found; `detections` are those of the self-test."""
+    """Results of all ranks; `detections` are those of the self-test."""
 
     ranks: int
     device: str
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every layer is right and every mistake was seen."""
+        """True if every layer is right and every mistake was seen."""
         return all(o.ok for o in self.outcomes) and all(d.seen_in for d in self.detections)
 
 

@@ -172,7 +172,7 @@ def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
 
 
 def _complaint(document: dict[str, Any]) -> str:
-    """What does not hold, in one paragraph."""
+    """Error text with everything that does not hold."""
     wrong = []
     for case in document["cases"]:
         label = f"{case['implementation']} {case['layer']}"

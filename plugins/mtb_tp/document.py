@@ -1,4 +1,4 @@
-"""What ``mtb tp`` says: one JSON document for programs, tables for people."""
+"""Output of ``mtb tp``: one JSON document for programs, tables for people."""
 
 from __future__ import annotations
 

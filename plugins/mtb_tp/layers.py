@@ -20,7 +20,7 @@ Collectives = Mapping[str, Mapping[str, tuple[int, int]]]
 
 @attrs.frozen
 class Settings:
-    """What is checked. Sizes in elements; `layers` are keys of `LAYERS`."""
+    """Settings of a check. Sizes in elements; `layers` are keys of `LAYERS`."""
 
     layers: tuple[str, ...]
     in_features: int

@@ -1,4 +1,4 @@
-"""What this distribution provides: strategy ``tp`` and command ``tp``. Torch-free."""
+"""Entry point: strategy ``tp`` and command ``tp``. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks hold in common must be equal on them; here is the check that a model keeps to it.
+"""Check that tensor-parallel ranks hold equal values of all that they hold in common.
 
 A model that draws dropout masks of its own on activations that ranks share, or depends on the rank in another way,
 gives each rank another gradient of the same parameter. Nothing fails then: replicas drift apart, and the loss is

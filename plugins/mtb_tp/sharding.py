@@ -33,7 +33,7 @@ from mtb_tp.vocab import check_words
 
 @attrs.frozen
 class Slot:
-    """Where a rank's part of a parameter lies in the whole; `placement` says how tensor-parallel ranks hold it."""
+    """Place of a rank's part in the whole parameter; `placement` is that over tensor-parallel ranks."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -42,7 +42,7 @@ class Slot:
 
     @property
     def split(self) -> bool:
-        """Whether every tensor-parallel rank holds another part."""
+        """True if every tensor-parallel rank holds another part."""
         return self.placement.is_shard()
 
 
@@ -131,7 +131,7 @@ def _take_plain(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _style(role: str, options: TPOptions, *, feeds_whole_head: bool) -> ParallelStyle | None:
-    """How a module of `role` meets its neighbours. The residual stream itself is plain tensors.
+    """Layouts at the borders of a module of `role`. The residual stream itself is plain tensors.
 
     A norm hands a replicated DTensor to the layers behind it: their input gradients, each a part of a sum, are then
     added up locally, and reduced once. A head that is not split takes the whole sequence as a plain tensor; its input

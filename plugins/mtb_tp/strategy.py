@@ -32,7 +32,7 @@ from mtb_tp.vocab import with_own_loss
 
 @attrs.define
 class _Engine:
-    """What the strategy keeps.
+    """The strategy's own values.
 
     Attributes:
         data: the model over the ranks that see different samples.

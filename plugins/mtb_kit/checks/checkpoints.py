@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and that a run resumed from one goes on as if it had never stopped."""
+"""Contents of checkpoints, and runs that go on from one as if they had never stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be seen before any rank starts: imports, options, plan, hook signatures, declared capabilities."""
+"""Checks before any rank starts: imports, options, plan, hook signatures, declared capabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when something goes wrong on one rank: all ranks end, at one step, and the first cause is named."""
+"""Failures of one rank: all ranks end, at one step, and the first cause is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a strategy trains as ``single`` does on the same global batches: weights, gradients, norm, clipping."""
+"""Parity with ``single`` on the same global batches: weights, gradients, norm, clipping."""
 
 from __future__ import annotations
 

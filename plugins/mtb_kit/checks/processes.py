@@ -1,4 +1,4 @@
-"""What a strategy leaves in its process and in the run's folder, and how often it is called."""
+"""Leftovers of a strategy in its process and in the run's folder, and the number of its calls."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def spawn(lab: Lab, ranks: int) -> None:
 
 
 def _importable(module: str) -> bool:
-    """Whether a process that has not loaded it would find it, on ``sys.path`` or through an editable install."""
+    """True if a process that has not loaded it would find it, on ``sys.path`` or through an editable install."""
     path: Sequence[str] | None = None
     name = ""
     for part in module.split("."):
@@ -240,7 +240,7 @@ def _typed(values: Mapping[str, Any], declared: Mapping[str, Any], what: str) ->
 
 
 def _fits(value: Any, declared: Any) -> bool:
-    """Whether a value read from JSON is one of the type; a float that is whole may be written as one."""
+    """True if a value read from JSON is of the type; a whole float may be written as an integer."""
     options = typing.get_args(declared) if isinstance(declared, types.UnionType) else (declared,)
     for option in options:
         kind = typing.get_origin(option) or option

@@ -36,7 +36,7 @@ def gradient_reductions(run: Run, trace: RankTrace, step: int) -> list[Collectiv
 
 
 def is_gradient_reduction(run: Run, trace: RankTrace, seen: Collective) -> bool:
-    """Whether a collective sums gradients over data ranks, judged by its kind, group, size and dtype."""
+    """True if a collective sums gradients over data ranks, judged by its kind, group, size and dtype."""
     plan = trace.plan
     assert plan is not None
     ranks = seen.ranks or tuple(range(run.episode.ranks))
@@ -57,7 +57,7 @@ def synchronised(run: Run, trace: RankTrace, step: int) -> list[int]:
 
 
 def sums_by_other_means(run: Run, step: int) -> bool:
-    """Whether data ranks exchange numbers in a step, but by no reduction that is known, on any rank."""
+    """True if data ranks exchange numbers in a step, but by no known reduction, on any rank."""
     plan = run.first.plan
     assert plan is not None
     exchanged = False
