@@ -2,7 +2,7 @@
 # configuration; to install without a GPU build of torch, point pip at an index of CPU wheels (see README.md).
 
 PYTHON ?= python3
-PACKAGES := mtb_core mtb_ddp mtb_fsdp mtb_deepspeed mtb_comm plugins/mtb_cp plugins/mtb_data plugins/mtb_dcp plugins/mtb_doctor plugins/mtb_ep plugins/mtb_evidence plugins/mtb_guards plugins/mtb_kit plugins/mtb_launcher plugins/mtb_pp plugins/mtb_profile plugins/mtb_report plugins/mtb_sinks plugins/mtb_tp
+PACKAGES := mtb_core mtb_ddp mtb_fsdp mtb_deepspeed mtb_comm plugins/mtb_checkpoint plugins/mtb_cp plugins/mtb_data plugins/mtb_dcp plugins/mtb_doctor plugins/mtb_ep plugins/mtb_evidence plugins/mtb_guards plugins/mtb_kit plugins/mtb_launcher plugins/mtb_pp plugins/mtb_profile plugins/mtb_report plugins/mtb_sinks plugins/mtb_tp
 TOOLS := pytest pytest-timeout hypothesis tokenizers safetensors ruff mypy
 VENV := .venv
 BIN := $(VENV)/bin

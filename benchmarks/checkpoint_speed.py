@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.api.values import Piece, State
 from mtb_core.ckpt import CheckpointManager
-from mtb_core.ckpt.verify import verify_checkpoint
 
 
 def copy_s(source: torch.Tensor, target: torch.Tensor) -> float:

@@ -38,6 +38,7 @@ PLUGINS = (
     "mtb_pp",
     "mtb_ep",
     "mtb_comm",
+    "mtb_checkpoint",
     "mtb_data",
     "mtb_dcp",
     "mtb_doctor",

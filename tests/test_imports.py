@@ -37,10 +37,10 @@ BUILTIN = "builtin"
 PLUGINS = [
     CORE / BUILTIN,
     *(ROOT / name for name in ("mtb_ddp", "mtb_fsdp", "mtb_deepspeed", "mtb_comm")),
-    *sorted(p for p in (ROOT / "plugins").iterdir() if p.is_dir()),
+    *sorted(p.parent for p in ROOT.glob("plugins/*/plugin.py")),
 ]
 #: Distributions that look inside core, and therefore need exactly its version; see docs/decisions/0017.
-IN_STEP = {"mtb_data", "mtb_doctor", "mtb_evidence", "mtb_kit"}
+IN_STEP = {"mtb_checkpoint", "mtb_data", "mtb_doctor", "mtb_evidence", "mtb_kit"}
 STRATEGIES = {"single", "ddp", "fsdp", "fsdp1", "deepspeed", "tp", "localsgd", "megatron"}
 
 

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROJECTS = sorted(p.parent for p in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
+#: The distribution that has no code and installs the others.
+META = ROOT / "plugins" / "minitrainbench"
+FOUND = [p.parent for p in [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]]
+PROJECTS = sorted(folder for folder in FOUND if folder != META)
 
 
 def declared(folder: Path) -> dict:
@@ -65,6 +68,17 @@ def test_dependencies_are_pinned_for_the_set_up(folder: Path) -> None:
     }
     needed = {re.match(r"[\w.-]+", text)[0].lower() for text in declared(folder)["project"]["dependencies"]}
     assert {name for name in needed if not name.startswith("mtb-")} <= pinned
+
+
+def test_minitrainbench_installs_every_package() -> None:
+    """It needs what the demo uses, its extra `all` the rest, each in the version of this repository."""
+    project = declared(META)["project"]
+    needed, more = project["dependencies"], project["optional-dependencies"]["all"]
+    version = declared(ROOT / "mtb_core")["project"]["version"]
+    assert project["version"] == version
+    assert sorted(needed + more) == sorted(f"{folder.name.replace('_', '-')}=={version}" for folder in PROJECTS)
+    demo = {"mtb-core", "mtb-launcher", "mtb-data", "mtb-ddp", "mtb-evidence"}
+    assert demo <= {text.partition("==")[0] for text in needed}
 
 
 def test_makefile_and_tools_know_every_package() -> None:

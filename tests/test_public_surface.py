@@ -53,7 +53,7 @@ def test_public_names() -> None:
 def test_what_plugins_offer_each_other() -> None:
     """Public names of the plugins that others build on, with their signatures and methods, are what they were."""
     lines = []
-    for package in ("mtb_ddp", "mtb_evidence", "mtb_fsdp", "mtb_launcher"):
+    for package in ("mtb_checkpoint", "mtb_ddp", "mtb_evidence", "mtb_fsdp", "mtb_launcher"):
         module = importlib.import_module(package)
         for name in sorted(module.__all__):
             value = getattr(module, name)

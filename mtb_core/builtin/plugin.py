@@ -51,7 +51,6 @@ def mtb_commands() -> Sequence[CommandInfo]:
     start, look = "Training", "Set-up and inspection"
     return [
         CommandInfo("train", "Train a model and measure it.", "mtb_core.cli.train:train", start),
-        CommandInfo("checkpoint", "List, show, verify, prune, export.", "mtb_core.cli.checkpoint:checkpoint", start),
         CommandInfo("init", "Write a commented starter configuration.", "mtb_core.cli.init:init", look),
         CommandInfo("plugins", "Show installed plugins and what they provide.", "mtb_core.cli.plugins:plugins", look),
     ]

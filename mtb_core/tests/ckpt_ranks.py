@@ -1,6 +1,7 @@
 """For tests of checkpoints: real ranks over gloo, forked, and a small training to save."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,9 @@ from torch import nn
 
 from mtb_core.api.state import module_state
 from mtb_core.api.values import Piece, State
+from mtb_core.ckpt import files
 from mtb_core.ckpt.manager import CheckpointManager
+from mtb_core.ckpt.manifest import ready_text
 
 FORK = multiprocessing.get_context("fork")
 
@@ -163,3 +166,15 @@ def sharded_state(tensors, rank, world, dim=0):
         offset = tuple(low if d == at else 0 for d in range(tensor.dim()))
         pieces[key] = [Piece(tensor.narrow(at, low, high - low), tuple(tensor.shape), offset)]
     return State(pieces)
+
+
+def edit(path, change):
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+
+
+def resealed(path, change):
+    """Edit the manifest, and make READY fit: a forger, not an accident."""
+    edit(path / "manifest.json", change)
+    (path / "READY").write_bytes(ready_text(files.digest_bytes((path / "manifest.json").read_bytes())))

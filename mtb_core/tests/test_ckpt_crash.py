@@ -5,10 +5,10 @@ import os
 
 import pytest
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.ckpt.catalog import is_ready, read_latest
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.publish import PUBLISH_POINTS, RANK_POINTS
-from mtb_core.ckpt.verify import verify_checkpoint
 
 from .ckpt_ranks import RankFailed, Training, run_ranks, same
 

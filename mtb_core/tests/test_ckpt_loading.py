@@ -7,10 +7,10 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from mtb_checkpoint import compare_checkpoints
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.state import module_state
 from mtb_core.api.values import Piece, State
-from mtb_core.ckpt.compare import compare_checkpoints
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.opened import open_checkpoint
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.api.errors import ConfigError, RunFailed
 from mtb_core.api.values import State
 from mtb_core.ckpt import files, publish, saving
@@ -19,7 +20,6 @@ from mtb_core.ckpt.catalog import is_ready, list_steps, read_latest
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.manifest import read_manifest
 from mtb_core.ckpt.opened import open_checkpoint
-from mtb_core.ckpt.verify import verify_checkpoint
 
 from .ckpt_ranks import RankFailed, Training, run_ranks, same, saved
 

@@ -8,13 +8,13 @@ import textwrap
 
 import pytest
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.api.errors import RunFailed
 from mtb_core.ckpt import files, publish
 from mtb_core.ckpt.catalog import is_ready, list_steps, newest, read_latest
 from mtb_core.ckpt.layout import DamagedCheckpoint
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.manifest import read_manifest
-from mtb_core.ckpt.verify import verify_checkpoint
 
 from .ckpt_ranks import FORK, Training, saved
 

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.flat import fragment_pieces
 from mtb_core.api.values import Piece, State
@@ -21,10 +22,8 @@ from mtb_core.ckpt.layout import DamagedCheckpoint
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.opened import open_checkpoint
 from mtb_core.ckpt.safetensors import SafetensorsStorage
-from mtb_core.ckpt.verify import verify_checkpoint
 
-from .ckpt_ranks import run_ranks
-from .test_ckpt_verify import resealed
+from .ckpt_ranks import resealed, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

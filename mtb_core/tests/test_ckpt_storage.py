@@ -6,6 +6,8 @@ import attrs
 import pytest
 import torch
 
+from mtb_checkpoint import verify_checkpoint
+from mtb_checkpoint.summary import summarize_folder
 from mtb_core.api.errors import PluginError, RunFailed
 from mtb_core.api.values import Piece, State
 from mtb_core.ckpt import storage
@@ -14,13 +16,10 @@ from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.opened import open_checkpoint
 from mtb_core.ckpt.safetensors import SafetensorsStorage
 from mtb_core.ckpt.storage import FileLayout, Slot, laid_out
-from mtb_core.ckpt.summary import summarize_folder
-from mtb_core.ckpt.verify import verify_checkpoint
 from mtb_core.cli import main
 from mtb_core.registry.discovery import discover
 
-from .ckpt_ranks import Training, run_ranks, saved
-from .test_ckpt_verify import resealed
+from .ckpt_ranks import Training, resealed, run_ranks, saved
 
 PARTS = [Part("a", "float32", (4,), (0,), (4,)), Part("b", "int64", (2,), (0,), (2,))]
 

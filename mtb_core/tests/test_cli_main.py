@@ -348,3 +348,12 @@ def test_a_full_disk_behind_stdout():
         ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     assert ran.returncode == 3
     assert ran.stderr == "mtb: error: cannot write the output: No space left on device.\n"
+
+
+@pytest.mark.parametrize("command", ["checkpoint", "data", "doctor"])
+def test_a_command_that_is_not_installed_says_what_to_install(command, capsys, monkeypatch):
+    """Core alone knows which of our distributions has it."""
+    monkeypatch.setattr("mtb_core.registry.discovery.installed", list)
+    monkeypatch.setenv("MTB_DISABLE_PLUGINS", f"nothing-but-a-new-key-{command}")
+    assert main([command, "list"]) == 2
+    assert f"pip install mtb-{command}." in capsys.readouterr().err

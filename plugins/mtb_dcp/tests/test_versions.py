@@ -17,13 +17,11 @@ import xxhash
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from mtb_checkpoint import compare_checkpoints, export_safetensors, verify_checkpoint
 from mtb_core import RunFailed, TrainConfig, run
 from mtb_core.ckpt import CheckpointManager, DamagedCheckpoint
 from mtb_core.ckpt.catalog import find
-from mtb_core.ckpt.compare import compare_checkpoints
-from mtb_core.ckpt.export import export_safetensors
 from mtb_core.ckpt.opened import open_checkpoint, read_rng
-from mtb_core.ckpt.verify import verify_checkpoint
 
 from .training import Training, draw
 

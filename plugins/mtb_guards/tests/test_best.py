@@ -12,9 +12,9 @@ import pytest
 import torch
 from guarded import DDP, Guarded, tensors
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core import Control, Piece, State, TrainConfig
 from mtb_core.ckpt.manager import CheckpointManager
-from mtb_core.ckpt.verify import verify_checkpoint
 from mtb_guards import best
 from mtb_guards.best import Best
 from mtb_guards.options import BestOptions

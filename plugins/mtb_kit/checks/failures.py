@@ -6,8 +6,8 @@ import math
 import os
 import signal
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.ckpt.layout import step_name
-from mtb_core.ckpt.verify import verify_checkpoint
 from mtb_kit.checking import check
 from mtb_kit.checks.parity import TOLERANCE
 from mtb_kit.episodes import Episode, episode

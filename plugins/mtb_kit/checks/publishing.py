@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.api.errors import MtbError
 from mtb_core.ckpt import catalog
 from mtb_core.ckpt.layout import READY, step_name
 from mtb_core.ckpt.publish import RANK_POINTS
-from mtb_core.ckpt.verify import verify_checkpoint
 from mtb_kit.checking import check
 from mtb_kit.checks.checkpoints import EVENTFUL, saving
 from mtb_kit.episodes import episode

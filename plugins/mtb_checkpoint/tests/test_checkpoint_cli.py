@@ -1,4 +1,4 @@
-"""Tests of mtb_core.cli.checkpoint."""
+"""Tests of mtb_checkpoint.command."""
 
 import json
 import os
@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from mtb_checkpoint.command import checkpoint
 from mtb_core.api.errors import CheckFailed, ConfigError, MtbError
 from mtb_core.ckpt.manager import CheckpointManager
-from mtb_core.cli.checkpoint import checkpoint
-
-from .ckpt_ranks import Training, saved
-from .test_ckpt_verify import resealed
+from mtb_core.tests.ckpt_ranks import Training, resealed, saved
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +139,7 @@ def test_export(folder, tmp_path):
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
-from mtb_core.cli.checkpoint import checkpoint
+from mtb_checkpoint.command import checkpoint
 checkpoint(sys.argv[1:], standalone_mode=False)
 assert "torch" not in sys.modules
 """
@@ -229,7 +227,7 @@ def test_output_that_cannot_be_written(folder, tmp_path, monkeypatch):
     assert "lies in the checkpoint" in run("export", path, *sharded, code=2)[1]
     assert parsed("verify", path)["ok"] is True
     # Found out first: to verify may take long.
-    monkeypatch.setattr("mtb_core.ckpt.verify.verify_checkpoint", lambda _: pytest.fail("verified in vain"))
+    monkeypatch.setattr("mtb_checkpoint.verify.verify_checkpoint", lambda _: pytest.fail("verified in vain"))
     assert "cannot be written: " in run("verify", path, "--output", tmp_path / "file" / "x", code=2)[1]
 
 

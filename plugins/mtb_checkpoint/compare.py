@@ -14,11 +14,11 @@ import attrs
 import numpy as np
 import xxhash
 
-from . import files
-from .dtypes import as_numbers, as_ordered
-from .layout import DamagedCheckpoint, dump_json
-from .opened import Opened, read_rng
-from .tensors import TensorFiles
+from mtb_core.ckpt import files
+from mtb_core.ckpt.dtypes import as_numbers, as_ordered
+from mtb_core.ckpt.layout import DamagedCheckpoint, dump_json
+from mtb_core.ckpt.opened import Opened, read_rng
+from mtb_core.ckpt.tensors import TensorFiles
 
 #: Sections of tensors, with the prefix of their keys: every other tensor is in `OTHER_TENSORS`. Sections of JSON values.
 TENSOR_SECTIONS = {"model": "model/", "optimizer": "optim/"}

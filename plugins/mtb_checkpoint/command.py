@@ -39,7 +39,7 @@ def checkpoint() -> None:
 @_JSON
 def list_command(folder: Path, as_json: bool) -> None:
     """List the checkpoints in FOLDER, a --checkpoint-dir."""
-    from mtb_core.ckpt.summary import summarize_folder  # noqa: PLC0415  (help must not wait for what only work needs)
+    from .summary import summarize_folder  # noqa: PLC0415  (help must not wait for what only work needs)
 
     found = summarize_folder(folder)
     if as_json:
@@ -72,7 +72,8 @@ def list_command(folder: Path, as_json: bool) -> None:
 def show_command(path: Path, as_json: bool) -> None:
     """Show metadata and tensors of the checkpoint PATH."""
     from mtb_core.ckpt.opened import open_checkpoint  # noqa: PLC0415
-    from mtb_core.ckpt.summary import describe  # noqa: PLC0415
+
+    from .summary import describe  # noqa: PLC0415
 
     shown = describe(open_checkpoint(_one(path)))
     if as_json:
@@ -104,10 +105,11 @@ def verify_command(left: Path, right: Path | None, tolerance: float | None, as_j
 
     Exit code 1 if not. The state is compared in global coordinates, so world sizes and strategies may differ.
     """
-    from mtb_core.ckpt.export import refuse_in_checkpoint  # noqa: PLC0415
     from mtb_core.ckpt.layout import is_legacy  # noqa: PLC0415
     from mtb_core.ckpt.opened import open_checkpoint  # noqa: PLC0415
-    from mtb_core.ckpt.verify import verify_checkpoint  # noqa: PLC0415
+
+    from .export import refuse_in_checkpoint  # noqa: PLC0415
+    from .verify import verify_checkpoint  # noqa: PLC0415
 
     if right is None and tolerance is not None:
         raise ConfigError("--tolerance is for the comparison of two checkpoints; name a second one, or leave it out.")
@@ -129,7 +131,7 @@ def verify_command(left: Path, right: Path | None, tolerance: float | None, as_j
         if not as_json:
             click.echo(f"{left}: step {checked[0].step}, {checked[0].files} files, all as they were published.")
         return
-    from mtb_core.ckpt.compare import compare_checkpoints  # noqa: PLC0415
+    from .compare import compare_checkpoints  # noqa: PLC0415
 
     result = compare_checkpoints(open_checkpoint(paths[0]), open_checkpoint(paths[1]), tolerance)
     _deliver(result, as_json, output)
@@ -173,8 +175,9 @@ def prune_command(folder: Path, keep_last: int, keep_every: int, dry_run: bool, 
 @click.option("--max-shard-size", type=_Size(), metavar="SIZE", help="Spread over files of at most so many bytes (5G).")
 def export_command(path: Path, kind: str, output: Path, max_shard_size: int | None) -> None:
     """Write the weights of the checkpoint PATH for use elsewhere."""
-    from mtb_core.ckpt.export import export_safetensors  # noqa: PLC0415
     from mtb_core.ckpt.opened import open_checkpoint  # noqa: PLC0415
+
+    from .export import export_safetensors  # noqa: PLC0415
 
     assert kind == "safetensors"
     for written in export_safetensors(open_checkpoint(_one(path)), output, max_shard_size):
@@ -214,7 +217,7 @@ def _deliver(found: dict[str, Any], as_json: bool, output: Path | None) -> None:
     if as_json:
         _print_json(result)
     if output is not None:
-        from mtb_core.ckpt.export import writing  # noqa: PLC0415
+        from .export import writing  # noqa: PLC0415
 
         with writing(output):
             output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mtb_core.api.errors import PluginError
-
-from .catalog import list_steps, read_latest
-from .entries import TensorEntry
-from .layout import LEGACY_MANIFEST, DamagedCheckpoint, is_legacy, name_problem
-from .manifest import OLD_DISTRIBUTION, OLD_FORMAT, read_manifest
-from .opened import Opened, read_json, storage_of
-from .storage import storage_named
+from mtb_core.ckpt.catalog import list_steps, read_latest
+from mtb_core.ckpt.entries import TensorEntry
+from mtb_core.ckpt.layout import LEGACY_MANIFEST, DamagedCheckpoint, is_legacy, name_problem
+from mtb_core.ckpt.manifest import OLD_DISTRIBUTION, OLD_FORMAT, read_manifest
+from mtb_core.ckpt.opened import Opened, read_json, storage_of
+from mtb_core.ckpt.storage import storage_named
 
 
 def summarize_folder(folder: Path) -> dict[str, Any]:

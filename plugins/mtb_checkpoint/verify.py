@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from .layout import MANIFEST, READY, DamagedCheckpoint, name_problem, rng_name
-from .manifest import Manifest, read_manifest
-from .opened import RNG_BYTES, file_problem, open_checkpoint, read_json, storage_of, unlisted
+from mtb_core.ckpt.layout import MANIFEST, READY, DamagedCheckpoint, name_problem, rng_name
+from mtb_core.ckpt.manifest import Manifest, read_manifest
+from mtb_core.ckpt.opened import RNG_BYTES, file_problem, open_checkpoint, read_json, storage_of, unlisted
 
 
 @attrs.frozen

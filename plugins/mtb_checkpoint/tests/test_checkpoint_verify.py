@@ -1,11 +1,11 @@
-"""Tests of mtb_core.ckpt.verify and of what resuming refuses: FR-26, each defect on a copy of a good checkpoint."""
+"""Tests of mtb_checkpoint.verify and of what resuming refuses: FR-26, each defect on a copy of a good checkpoint."""
 
-import json
 import os
 import shutil
 
 import pytest
 
+from mtb_checkpoint import verify_checkpoint
 from mtb_core.api.errors import RunFailed
 from mtb_core.ckpt import files
 from mtb_core.ckpt.catalog import is_ready
@@ -13,9 +13,7 @@ from mtb_core.ckpt.layout import DamagedCheckpoint
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.manifest import ready_text
 from mtb_core.ckpt.opened import open_checkpoint
-from mtb_core.ckpt.verify import verify_checkpoint
-
-from .ckpt_ranks import Training, run_ranks
+from mtb_core.tests.ckpt_ranks import Training, edit, resealed, run_ranks
 
 
 def two_ranks(rank, folder):
@@ -48,18 +46,6 @@ def flip(path):
 
 def append(path):
     path.write_bytes(path.read_bytes() + b"x")
-
-
-def edit(path, change):
-    values = json.loads(path.read_text())
-    change(values)
-    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
-
-
-def resealed(path, change):
-    """Edit the manifest, and make READY fit: a forger, not an accident."""
-    edit(path / "manifest.json", change)
-    (path / "READY").write_bytes(ready_text(files.digest_bytes((path / "manifest.json").read_bytes())))
 
 
 def restated(path, change):

@@ -1,4 +1,4 @@
-"""Tests of mtb_core.ckpt.export: safetensors files, read back here by the format's own definition."""
+"""Tests of mtb_checkpoint.export: safetensors files, read back here by the format's own definition."""
 
 import json
 
@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from mtb_checkpoint import export_safetensors
 from mtb_core.api.errors import ConfigError
 from mtb_core.api.values import Piece, State
-from mtb_core.ckpt.export import export_safetensors
 from mtb_core.ckpt.layout import DamagedCheckpoint
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.opened import open_checkpoint
-
-from .ckpt_ranks import saved
+from mtb_core.tests.ckpt_ranks import saved
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "BOOL": torch.bool}
 

@@ -1,4 +1,4 @@
-"""Tests of mtb_core.ckpt.compare."""
+"""Tests of mtb_checkpoint.compare."""
 
 import json
 
@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from mtb_checkpoint import compare_checkpoints
 from mtb_core.api.values import Piece, State
-from mtb_core.ckpt.compare import compare_checkpoints
 from mtb_core.ckpt.dtypes import as_numbers, as_ordered
 from mtb_core.ckpt.manager import CheckpointManager
 from mtb_core.ckpt.opened import open_checkpoint
-
-from .ckpt_ranks import Training, run_ranks, saved
+from mtb_core.tests.ckpt_ranks import Training, run_ranks, saved
 
 SECTIONS = {"scheduler": {"completed_steps": 1}, "train_state": {"samples_seen": 4}, "data": {"samples_seen": 4}}
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mtb_core.api.errors import ConfigError
-
-from .catalog import is_ready
-from .dtypes import SAFETENSORS
-from .layout import TEMPORARY, step_of
-from .opened import Opened
-from .safetensors import alignment_of, header_bytes
-from .tensors import TensorFiles
+from mtb_core.ckpt.catalog import is_ready
+from mtb_core.ckpt.dtypes import SAFETENSORS
+from mtb_core.ckpt.layout import TEMPORARY, step_of
+from mtb_core.ckpt.opened import Opened
+from mtb_core.ckpt.safetensors import alignment_of, header_bytes
+from mtb_core.ckpt.tensors import TensorFiles
 
 _PREFIX = "model/"
 
