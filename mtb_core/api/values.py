@@ -173,7 +173,8 @@ class OptimizerRecipe:
             state of torch's AdamW and SGD.
         defaults: keyword arguments besides the groups.
         groups: ``groups(module)`` gives the parameter groups, each with ``initial_lr``, from which the schedule
-            computes ``lr``. None: core's two, with and without weight decay.
+            computes ``lr``. It goes by names and shapes, for the weights may not be filled yet. None: core's two, with
+            and without weight decay.
     """
 
     factory: type[torch.optim.Optimizer]
