@@ -26,11 +26,6 @@ _TRY = (
 _ELSEWHERE = {"checkpoint": "mtb-checkpoint", "data": "mtb-data", "doctor": "mtb-doctor"}
 
 
-def _knows(distribution: str) -> bool:
-    """True if the distribution is installed, be it disabled or broken; then the registry says more."""
-    return any(record.distribution == distribution for record in _registry(strict=None).records)
-
-
 class _Group(click.Group):
     """A group whose commands plugins add to; one that is unknown or broken is a mistake in the command line."""
 
@@ -54,9 +49,13 @@ class Root(_Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """The command `cmd_name`, imported now."""
         own = {info.name: info for info in mtb_commands()}
-        if cmd_name in _ELSEWHERE and not _knows(distribution := _ELSEWHERE[cmd_name]):
-            raise PluginError(f"The command '{cmd_name}' is not installed: pip install {distribution}.")
-        return _load(own[cmd_name] if cmd_name in own else _registry(strict=None).command(cmd_name))
+        if cmd_name in own:
+            return _load(own[cmd_name])
+        ours = _ELSEWHERE.get(cmd_name)  # these work whatever else is broken, as core's own do
+        registry = _registry(strict=None if ours is None else False)
+        if ours is not None and ours not in {record.distribution for record in registry.records}:
+            raise PluginError(f"The command '{cmd_name}' is not installed: pip install {ours}.")
+        return _load(registry.command(cmd_name))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under their headings, without importing one."""

@@ -357,3 +357,11 @@ def test_a_command_that_is_not_installed_says_what_to_install(command, capsys, m
     monkeypatch.setenv("MTB_DISABLE_PLUGINS", f"nothing-but-a-new-key-{command}")
     assert main([command, "list"]) == 2
     assert f"pip install mtb-{command}." in capsys.readouterr().err
+
+
+def test_a_broken_plugin_does_not_end_the_doctor(monkeypatch, capsys, install):
+    """With MTB_STRICT_PLUGINS=1 too: it is there to tell what is broken."""
+    install("raise ZeroDivisionError", entry="broken", dist="mtb-broken")
+    monkeypatch.setenv("MTB_STRICT_PLUGINS", "1")
+    main(["doctor"])
+    assert "mtb-broken" in capsys.readouterr().out
