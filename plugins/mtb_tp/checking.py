@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mtb_core import ConfigError, CountCollectives, RankContext, gather_objects
 from mtb_tp import by_hand
-from mtb_tp.command import check_sizes
 from mtb_tp.layers import LAYERS, Collectives, Settings, make_tensor, part
 from mtb_tp.mistakes import MISTAKES, Mistake
+from mtb_tp.plugin import check_sizes
 
 #: Largest error allowed, by dtype, in units of the largest element of the reference, or of 1 where that is less.
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 6e-2}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import click
 
-from mtb_core import CheckFailed, ConfigError, RunFailed, check_output, dumps, external_launcher, run_ranks, write_json
+from mtb_core import CheckFailed, RunFailed, check_output, dumps, external_launcher, run_ranks, write_json
 
-from .plugin import must_divide
+from .plugin import check_sizes
 
 DTYPES = ("fp32", "bf16", "fp64")
 
@@ -49,8 +49,6 @@ _UNUSED = {
     "seq_length": 0,
     "dropout": 0.0,
 }
-#: Features that ranks share.
-_SHARED = ("in_features", "out_features", "hidden_features")
 _DROPOUT = click.option(
     "--dropout", default=0.1, show_default=True, type=_Finite(0, 1, max_open=True), metavar="X",
     help="Probability of dropout in the sequence region.",
@@ -152,23 +150,6 @@ def _report(name: str, settings: Any, report: Any, given: dict[str, Any]) -> int
     if document["status"] != "ok":
         raise CheckFailed(_complaint(document))
     return 0
-
-
-def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
-    """Check that `ranks` can share a sequence, and features, of these `sizes` (by option; 0 or absent: not used).
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    advice = "All-gather and reduce-scatter take equal parts. Change --seq-length, or --tp."
-    must_divide("positions (--seq-length)", sizes.get("seq_length", 0), ranks, advice, owner="mtb tp sequence")
-    for name in _SHARED:
-        size = sizes.get(name, 0)
-        if 0 < size < ranks:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {size} leaves some of the --tp {ranks} ranks nothing to compute; it must be "
-                f"at least {ranks} (it need not be a multiple)."
-            )
 
 
 def _complaint(document: dict[str, Any]) -> str:

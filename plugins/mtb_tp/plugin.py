@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 PLUGIN_API = 2
 
 DATA_PARALLEL = ("ddp", "fsdp")
+#: Features that ranks share.
+_SHARED = ("in_features", "out_features", "hidden_features")
 
 
 @attrs.frozen
@@ -75,6 +77,23 @@ def must_divide(what: str, value: int, tp: int, advice: str, owner: str = "strat
         valid = divisors(value)
         shown = ", ".join(map(str, valid[:12])) + (", …" if len(valid) > 12 else "")
         raise ConfigError(f"{owner}: {value} {what} cannot be shared by tp={tp} ranks; valid: {shown}. {advice}")
+
+
+def check_sizes(sizes: Mapping[str, Any], ranks: int) -> None:
+    """Check that `ranks` can share a sequence, and features, of these `sizes` (by option; 0 or absent: not used).
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    advice = "All-gather and reduce-scatter take equal parts. Change --seq-length, or --tp."
+    must_divide("positions (--seq-length)", sizes.get("seq_length", 0), ranks, advice, owner="mtb tp sequence")
+    for name in _SHARED:
+        size = sizes.get(name, 0)
+        if 0 < size < ranks:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {size} leaves some of the --tp {ranks} ranks nothing to compute; it must be "
+                f"at least {ranks} (it need not be a multiple)."
+            )
 
 
 def plan(options: TPOptions, config: TrainConfig, world: World) -> Plan:
