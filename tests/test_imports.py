@@ -254,3 +254,24 @@ print(sorted({"torch", "numpy", "rich", "tensorboard"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240)
     assert done.stdout == "[]\n", done.stderr
+
+
+#: A module that builds on another one, which asks for it where a checkpoint is old.
+KNOWN_CIRCLE = ("mtb_core.ckpt.opened", "mtb_core.ckpt.versions")
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Imports inside functions count too; a package that names its modules for later does not."""
+    modules = {}
+    for folder in [CORE, *PLUGINS]:
+        within = folder.parent if folder.parent.name == "plugins" else ROOT
+        for path in sources(folder):
+            name = ".".join(path.relative_to(within).with_suffix("").parts).removesuffix(".__init__")
+            modules[name] = {found for _, found in imported(path, within=within)}
+    graph = graphlib.TopologicalSorter[str]()
+    for name, found in modules.items():
+        used = {other if other in modules else other.rpartition(".")[0] for other in found} & modules.keys() - {name}
+        graph.add(
+            name, *(other for other in used if not name.startswith(f"{other}.") and (name, other) != KNOWN_CIRCLE)
+        )
+    graph.prepare()  # raises where there is a circle

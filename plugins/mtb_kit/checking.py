@@ -40,7 +40,7 @@ _BASICS = (
     "sync",
 )
 #: Modules whose import fills the list of checks.
-_MODULES = (*_GROUPS, "counting", "precision", "resuming", "holdings", "requests")
+_MODULES = (*_GROUPS, "publishing", "counting", "precision", "resuming", "holdings", "requests")
 #: A selection for tests that run often: some of every group, which find most mistakes.
 ESSENTIAL = (
     "discovery",

@@ -312,6 +312,3 @@ def _goes_on(exact: bool, run: Run, saved: Run, what: str) -> None:
                 )
     model = [{k: t for k, t in whole.items() if k.startswith("model/")} for whole in (run.whole(4), saved.whole(4))]
     equal_within(model[0], model[1], TOLERANCE, f"weights after step 4, having resumed {what}")
-
-
-from . import publishing  # noqa: E402, F401  (more checks of this group)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mtb_kit.checking import Skip, check
+from mtb_kit.checks.reductions import NO_REDUCTION, gradient_reductions, needs_data_ranks
 from mtb_kit.episodes import Episode, Probe, episode
 from mtb_kit.lab import Lab, Run
 from mtb_kit.probes_collectives import Collectives
@@ -22,6 +23,8 @@ GRADIENT_TOLERANCE = 2e-5
 #: bf16 has 8 bits of mantissa.
 BF16_TOLERANCE = 2e-2
 
+#: Micro-batches of a step, if the plan allows as many.
+MICRO_BATCHES = 4
 #: SGD with this learning rate and nothing else: the weights after a step are those before it minus the gradient.
 PLAIN_SGD: Mapping[str, Any] = {"optimizer": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "steps": 2}
 
@@ -46,6 +49,12 @@ def sgd(ranks: int, *, subject: bool = True, counted: bool = False, **settings: 
     """Two steps of plain SGD, every state kept; with `counted`, every collective and the gradients' precision too."""
     probes: tuple[Probe, ...] = (Collectives(), GradientBits()) if counted else ()
     return episode(ranks, subject=subject, states=(0, 1, 2), **{**PLAIN_SGD, "probes": probes, **settings})
+
+
+def in_mode(lab: Lab, ranks: int, mode: str) -> Run:
+    """The two steps of `sgd` in more micro-batches and one sync mode, with every collective."""
+    micro_batches = lab.micro_batches(ranks, MICRO_BATCHES)
+    return lab.done(sgd(ranks, grad_accum_steps=micro_batches, gradient_sync_mode=mode, steps=2, counted=True))
 
 
 def same_losses(run: Run, reference: Run, tolerance: float) -> float:
@@ -217,8 +226,6 @@ def replicas(lab: Lab, ranks: int) -> None:
 )
 def accumulation(lab: Lab, ranks: int) -> None:
     """See the title."""
-    from mtb_kit.checks.sync import MICRO_BATCHES, in_mode  # noqa: PLC0415  (it imports this module)
-
     reference = lab.done(sgd(1, subject=False))
     one = lab.micro_batches(ranks, 1)
     runs = {
@@ -278,8 +285,6 @@ def master_weights(lab: Lab, ranks: int) -> None:
 )
 def reduce_dtype(lab: Lab, ranks: int) -> None:
     """The dtype of every reduction between ranks with different data."""
-    from mtb_kit.checks.sync import NO_REDUCTION, gradient_reductions, in_mode, needs_data_ranks  # noqa: PLC0415  (it imports this module)
-
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
     needs_data_ranks(lab, ranks)
     found = 0

@@ -7,41 +7,17 @@ from typing import Any
 
 import torch
 
-from mtb_core.measure.collectives import Collective
 from mtb_kit.checking import Skip, check
-from mtb_kit.checks.parity import GRADIENT_TOLERANCE, PLAIN_SGD, gradients, sgd
+from mtb_kit.checks.parity import GRADIENT_TOLERANCE, MICRO_BATCHES, PLAIN_SGD, gradients, in_mode, sgd
+from mtb_kit.checks.reductions import NO_REDUCTION, gradient_reductions, is_gradient_reduction, needs_data_ranks
 from mtb_kit.episodes import episode
 from mtb_kit.lab import Lab, Run
 from mtb_kit.probes import RaiseInSyncContext
 from mtb_kit.stage import MicroTrace, RankTrace
 from mtb_kit.states import Mismatch, equal_within
 
-_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-MICRO_BATCHES = 4
 #: Why a strategy whose schedule is its own cannot be judged by micro-batches.
 NO_CONTEXT = "its accumulate does not go through mtb_micro_batch: there is no sync context to look at"
-#: Why nothing can be said of a strategy whose gradients are right, but summed by nothing that is known to sum.
-NO_REDUCTION = (
-    f"no known reduction seen ({', '.join(_REDUCTIONS)}): gradients are summed by other means, an all-gather say, and how "
-    "often cannot be told from what is sent"
-)
-
-
-def gradient_reductions(run: Run, trace: RankTrace, step: int) -> list[Collective]:
-    """The reductions of a step's gradients between ranks with different data, on one rank.
-
-    Small ones are left out, and those of integers: the trainer's own agreement, counters, flags of an engine.
-    """
-    return [c for c in trace.collectives[step] if is_gradient_reduction(run, trace, c)]
-
-
-def is_gradient_reduction(run: Run, trace: RankTrace, seen: Collective) -> bool:
-    """True if a collective sums gradients over data ranks, judged by its kind, group, size and dtype."""
-    plan = trace.plan
-    assert plan is not None
-    ranks = seen.ranks or tuple(range(run.episode.ranks))
-    across = len({plan.layout.data_rank(rank) for rank in ranks}) > 1
-    return seen.kind in _REDUCTIONS and across and seen.elements > 16 and "float" in seen.dtype
 
 
 def synchronised(run: Run, trace: RankTrace, step: int) -> list[int]:
@@ -90,16 +66,6 @@ def _starts_with(trace: RankTrace, micros: list[MicroTrace], step: int) -> bool:
     return list(trace.collectives[step][: len(inside)]) == inside
 
 
-def needs_data_ranks(lab: Lab, ranks: int) -> None:
-    """Skip where all ranks see the same samples.
-
-    Raises:
-        Skip: they do.
-    """
-    if lab.plan(ranks).layout.data_size == 1:
-        raise Skip("one data rank: nothing to synchronise")
-
-
 @check(
     "sync.count",
     "Gradients are summed over ranks as often as the mode says: every micro-batch, or only the last.",
@@ -126,12 +92,6 @@ def count(lab: Lab, ranks: int) -> dict[str, Any]:
                 )
         figures[f"synchronisations_{mode}"] = len(expected)
     return figures
-
-
-def in_mode(lab: Lab, ranks: int, mode: str) -> Run:
-    """The two steps of `sgd` in more micro-batches and one sync mode, with every collective."""
-    micro_batches = lab.micro_batches(ranks, MICRO_BATCHES)
-    return lab.done(sgd(ranks, grad_accum_steps=micro_batches, gradient_sync_mode=mode, steps=2, counted=True))
 
 
 @check(
