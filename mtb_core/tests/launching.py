@@ -6,9 +6,12 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 import mtb_launcher.agent  # noqa: F401  (torch is there before forking)
 from mtb_core.api import Layout, Plan
 from mtb_core.launch import LaunchSpec
+from mtb_core.ranks.context import open_ranks
 from mtb_launcher import launch
 
 FORK = multiprocessing.get_context("fork")
@@ -19,9 +22,18 @@ def plan_for(world_size, **kwargs):
     return Plan(Layout((("dp", world_size),)), **kwargs)
 
 
-def run_ranks(entry, log_dir, payload=None, nproc=2, **kwargs):
-    """Launch `entry` from this process, forked."""
-    return launch(LaunchSpec(entry=entry, payload=payload, nproc=nproc, log_dir=log_dir, start_method="fork", **kwargs))
+def run_ranks(entry, log_dir, payload=None, nproc=2, start_method="fork", **kwargs):
+    """Launch `entry` from this process, forked unless said otherwise."""
+    return launch(
+        LaunchSpec(entry=entry, payload=payload, nproc=nproc, log_dir=log_dir, start_method=start_method, **kwargs)
+    )
+
+
+def reduce(_payload, worker):
+    with open_ranks(worker, plan_for(2), device="cpu"):
+        x = torch.ones(1)
+        torch.distributed.all_reduce(x)
+        return x.item()
 
 
 class Launcher:

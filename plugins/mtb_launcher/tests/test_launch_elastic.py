@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from mtb_core.api import ConfigError, RunFailed
 from mtb_core.launch import LaunchSpec
 from mtb_core.ranks.context import open_ranks
-from mtb_core.tests.launching import for_ever, gone, mark, plan_for, read_mark, run_ranks
+from mtb_core.tests.launching import for_ever, gone, mark, plan_for, read_mark, reduce, run_ranks
 from mtb_launcher import launch, meeting, processes
 
 
@@ -194,18 +194,13 @@ def test_progress_never_blocks(tmp_path):
     assert run_ranks(much_progress, tmp_path).values == {0: "done", 1: "done"}  # nobody reads
 
 
-def reduce(_payload, worker):
-    with open_ranks(worker, plan_for(2), device="cpu"):
-        x = __import__("torch").ones(1)
-        dist.all_reduce(x)
-        return x.item()
-
-
 def test_two_launches_at_once(tmp_path):
     """Several runs on one machine do not get in each other's way; launching works from other threads."""
     outcomes = {}
     threads = [
-        threading.Thread(target=lambda n=n: outcomes.update({n: run_ranks(reduce, tmp_path / str(n))}))
+        threading.Thread(
+            target=lambda n=n: outcomes.update({n: run_ranks(reduce, tmp_path / str(n), start_method="auto")})
+        )
         for n in range(2)
     ]
     for thread in threads:
@@ -222,7 +217,13 @@ def test_two_nodes(tmp_path):
 
     def node(n):
         outcomes[n] = run_ranks(
-            reduce, tmp_path / str(n), nproc=1, min_nodes=2, max_nodes=2, rdzv_endpoint=f"127.0.0.1:{port}"
+            reduce,
+            tmp_path / str(n),
+            nproc=1,
+            min_nodes=2,
+            max_nodes=2,
+            rdzv_endpoint=f"127.0.0.1:{port}",
+            start_method="auto",
         )
 
     threads = [threading.Thread(target=node, args=(n,)) for n in range(2)]
