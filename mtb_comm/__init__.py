@@ -5,8 +5,9 @@ Importing it imports no torch; the names below do when they are first touched.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtb_core import lazy_names
 
 if TYPE_CHECKING:
     from mtb_comm.moe.admission import positions
@@ -16,19 +17,14 @@ if TYPE_CHECKING:
     from mtb_comm.moe.placement import capacity_per_expert
 
 _LAZY = {
-    "Exchange": "moe.exchange",
-    "Splits": "moe.passage",
-    "capacity_per_expert": "moe.placement",
-    "positions": "moe.admission",
-    "slot_weights": "moe.gating",
-    "through_experts": "moe.passage",
+    "Exchange": ".moe.exchange",
+    "Splits": ".moe.passage",
+    "capacity_per_expert": ".moe.placement",
+    "positions": ".moe.admission",
+    "slot_weights": ".moe.gating",
+    "through_experts": ".moe.passage",
 }
 
 __all__ = ["Exchange", "Splits", "capacity_per_expert", "positions", "slot_weights", "through_experts"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"mtb_comm.{_LAZY[name]}"), name)
-    msg = f"module 'mtb_comm' has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = lazy_names(__name__, _LAZY)

@@ -5,8 +5,7 @@ Importing it imports no torch; `run`, `Result` and `TrainConfig` load what they 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import api
 from .api import *  # noqa: F403  (the public contract is re-exported under one roof)
@@ -113,9 +112,4 @@ __all__ = [  # noqa: PLE0604  (they are strings)
     "write_json",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    msg = f"module 'mtb_core' has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = api.lazy_names(__name__, _LAZY)

@@ -54,10 +54,12 @@ def run(
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and config.checkpoint_dir and config.resume is None:
         config = attrs.evolve(config, resume="auto")  # torchrun starts the same command again
     registry = discover(disabled=config.no_plugin)
-    if config.nproc > 1 or config.launcher != "local":
-        registry.launcher(config.launcher)  # an unknown one is refused now
     external = external_launcher() is not None
     world = world_of() if external else World(config.nproc * config.max_nodes, config.nproc)
+    here = external or (world.size == 1 and not config.max_restarts)
+    # An unknown name is refused also where no launcher is needed.
+    named = None if here and config.launcher == "local" else registry.launcher(config.launcher)
+    launcher = None if here else named
     planned = plan_run(config, registry, world)
     evidence = registry.make_evidence()
     if config.output is not None:
@@ -73,7 +75,6 @@ def run(
     newest = None if config.checkpoint_dir is None else newest_published(Path(config.checkpoint_dir))
     own = dict(plugins or {})
     payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, own, planned, started)
-    here = external or (world.size == 1 and not several_nodes and not config.max_restarts)
     # Of several external ranks one talks; the others only warn.
     with Display(quiet=quiet or not reports_here(), redirect=here) as display:
         if config.resume is not None and planned.resume is None:
@@ -83,7 +84,6 @@ def run(
         if nothing is not None and alike:
             result = idle_result(planned, payload.argv, nothing, evidence)
         else:
-            launcher = None if here else registry.launcher(config.launcher)
             result = _on_ranks(payload, planned, evidence, display, launcher)
         if reports_here():
             result = _audited(result, evidence, payload.folder, display.warning)

@@ -309,6 +309,14 @@ def test_threads_of_the_first_backward_are_not_the_runs(monkeypatch: pytest.Monk
     assert trace.notes["threads"] == {}
 
 
+@pytest.mark.slow
+def test_spawned_ranks_leave_no_group() -> None:
+    """Modules of torch that a spawned rank imports late must not hold the run's group: that is not the strategy's doing."""
+    with Lab(discover().strategy("fsdp"), world_sizes=(2,)) as lab:
+        run = lab.done(episode(2, steps=1, start_method="spawn", probes=(Leftovers(),)))
+    assert [(trace.notes["threads"], trace.notes["files"]) for trace in run.traces.values()] == [({}, {})] * 2
+
+
 class Garbage:
     """Waits in a circle until it is collected, and notes in which process that was."""
 

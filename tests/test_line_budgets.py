@@ -22,7 +22,7 @@ BUDGETS = {
     "mtb_core/cli": 945,
     "mtb_core/config": 840,
     "mtb_core/data": 965,
-    "mtb_core/launch": 600,
+    "mtb_core/launch": 620,
     "mtb_core/measure": 990,
     "mtb_core/model": 800,
     "mtb_core/ranks": 1260,

@@ -30,6 +30,7 @@ from .evidence import Evidence
 from .flat import fragment_pieces
 from .hooks import PLUGIN_API, DiscoverySpecs, ObserverSpecs, RunSpecs, StrategySpecs, hookimpl
 from .layout import Layout, Role, World
+from .lazy import lazy_names
 from .options import NoOptions, OptionHelp, describe_options, divisors, nearest, option, parse_options
 from .records import Phase, RunInfo, StepRecord
 from .strategy import Strategy
@@ -91,6 +92,7 @@ __all__ = [
     "divisors",
     "fragment_pieces",
     "hookimpl",
+    "lazy_names",
     "load_reference",
     "nearest",
     "option",

@@ -5,8 +5,9 @@ Loops use `CheckpointManager`. Authors of a checkpoint format write a `Storage`;
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtb_core.api.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .dtypes import CARRIERS, carrier, item_bytes
@@ -69,9 +70,4 @@ __all__ = [
     "restore_rng",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = lazy_names(__name__, _LAZY)

@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtb_core.api.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .dataset import Dataset
 
 __all__ = ["Dataset"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "Dataset":
-        return importlib.import_module(".dataset", __name__).Dataset
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = lazy_names(__name__, {"Dataset": ".dataset"})

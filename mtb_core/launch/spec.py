@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
 from mtb_core.api.descriptions import LauncherInfo, load_reference
+from mtb_core.api.errors import PluginError
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.worker import Worker
 
@@ -89,11 +91,11 @@ def start_ranks(spec: LaunchSpec, launcher: LauncherInfo | None) -> LaunchOutcom
 
     Raises:
         ConfigError: nothing was started.
+        PluginError: the launcher cannot be imported, or does not answer as `LaunchOutcome` says.
         RunFailed: nodes could not meet.
     """
     if launcher is not None:
-        start: Callable[[LaunchSpec], LaunchOutcome] = load_reference(launcher.impl)
-        return start(spec)
+        return _started(spec, launcher)
     external = external_launcher() is not None
     with attach() if external else alone() as worker:
         try:
@@ -104,10 +106,27 @@ def start_ranks(spec: LaunchSpec, launcher: LauncherInfo | None) -> LaunchOutcom
             if external or spec.debug:
                 raise
             failure = failure_of(error, worker.rank)
-            spec.log_dir.mkdir(parents=True, exist_ok=True)
-            log = rank_log(spec.log_dir, worker.rank)
-            log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
+            with suppress(OSError):  # a full disk, which may be the cause itself, must not hide it
+                spec.log_dir.mkdir(parents=True, exist_ok=True)
+                log = rank_log(spec.log_dir, worker.rank)
+                log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
             return LaunchOutcome("failed", {}, failure)
         stopped = worker.stop.requested
     reason: ExitReason = "done" if stopped is None else "interrupted" if stopped == "SIGINT" else "stopped"
     return LaunchOutcome(reason, {worker.rank: value}, None, worker.restarts, stopped)
+
+
+def _started(spec: LaunchSpec, launcher: LauncherInfo) -> LaunchOutcome:
+    try:
+        start: Callable[[LaunchSpec], LaunchOutcome] = load_reference(launcher.impl)
+    except Exception as error:
+        raise PluginError(
+            f"The launcher '{launcher.name}' cannot be used: importing {launcher.impl} raised {type(error).__name__}: {error}."
+        ) from error
+    outcome = start(spec)
+    if not isinstance(outcome, LaunchOutcome) or (outcome.exit_reason == "done" and not outcome.values):
+        raise PluginError(
+            f"The launcher '{launcher.name}' is wrong: it must return a LaunchOutcome, with the value of a rank where it is "
+            f"done, but returned {outcome!r}."
+        )
+    return outcome

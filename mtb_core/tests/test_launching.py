@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mtb_core import ConfigError, Layout, PluginError, TrainConfig, run, run_ranks
+from mtb_core.launch import LaunchSpec, start_ranks
 
 
 def add_up(payload, ctx, worker):
@@ -107,3 +108,50 @@ def test_without_a_launcher(monkeypatch):
     with pytest.raises(PluginError, match="Install mtb-launcher"):
         run(TrainConfig(nproc=2, strategy="ddp"))
     assert run_ranks(add_up, 1, device="cpu").exit_reason == "done"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("def launch(spec): return None", "must return a LaunchOutcome, .* but returned None"),
+        (
+            "from mtb_core.launch import LaunchOutcome\ndef launch(spec): return LaunchOutcome('done', {})",
+            "with the value of a rank where it is done",
+        ),
+        ("launch = 1 / 0", "importing .* raised ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_launcher_is_named(body, told, install, tmp_path, monkeypatch):
+    """Its answer is checked, so that a run that trained nothing is not done."""
+    (tmp_path / "wrong_launcher.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wrong_launcher", raising=False)
+    install(
+        """
+        @hookimpl
+        def mtb_launchers():
+            return [LauncherInfo("wrong", "Wrong.", "wrong_launcher:launch")]
+        """
+    )
+    with pytest.raises(PluginError, match=told):
+        run(TrainConfig(nproc=2, strategy="ddp", launcher="wrong", steps=1, run_dir=str(tmp_path / "run")), quiet=True)
+
+
+def test_an_unknown_launcher_is_refused_before_anything_is_made(tmp_path):
+    """Also with one rank, which needs none."""
+    for nproc in (1, 2):
+        with pytest.raises(PluginError, match="Did you mean 'local'"):
+            run(TrainConfig(nproc=nproc, launcher="locl", strategy="ddp", run_dir=str(tmp_path / "run")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_is_told_where_its_log_cannot_be_written(tmp_path):
+    """The cause may be a full disk: the log's own failure must not take its place."""
+    (tmp_path / "logs").write_text("a file")
+    spec = LaunchSpec(entry=fail_at_once, log_dir=tmp_path / "logs")
+    outcome = start_ranks(spec, None)
+    assert (outcome.exit_reason, outcome.failure.message) == ("failed", "boom on purpose")
+
+
+def fail_at_once(_payload, _worker):
+    raise ValueError("boom on purpose")

@@ -7,8 +7,9 @@ find what must not be handed on. Importing it imports no torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtb_core import lazy_names
 
 if TYPE_CHECKING:
     from .audit import audit_folder, private_details
@@ -39,9 +40,4 @@ _LAZY = {
     "provenance": ".origin",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    msg = f"module 'mtb_evidence' has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = lazy_names(__name__, _LAZY)

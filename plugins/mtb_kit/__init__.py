@@ -7,8 +7,9 @@ plan, `ESSENTIAL` and `NUMBERS` are selections of checks; the same checks run as
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtb_core import lazy_names
 
 if TYPE_CHECKING:
     from .capabilities import Capabilities
@@ -24,9 +25,4 @@ _LAZY = {
     "StrategyConformance": ".conformance",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    msg = f"module 'mtb_kit' has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = lazy_names(__name__, _LAZY)

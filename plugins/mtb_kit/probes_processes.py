@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -143,6 +144,9 @@ class _Nothing:
 
 @contextlib.contextmanager
 def _leftovers(trace: RankTrace) -> Iterator[None]:
+    # Its functions have the default group of the moment as a default argument, and keep it: it is imported before there
+    # is one. Otherwise FSDP imports it, and in a spawned rank that is in the run.
+    importlib.import_module("torch.distributed.nn.functional")
     # The first backward of a process has torch look for devices and start a thread for each GPU, to stay.
     torch.zeros((), requires_grad=True).backward()
     before = _threads(), _files()

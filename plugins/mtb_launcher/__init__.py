@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtb_core import lazy_names
 
 if TYPE_CHECKING:
     from .child import die_with
@@ -14,9 +15,4 @@ __all__ = ["die_with", "launch", "pick_method"]
 
 _LAZY = {"die_with": ".child", "launch": ".elastic", "pick_method": ".processes"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name], __name__), name)
-    msg = f"module 'mtb_launcher' has no attribute {name!r}"
-    raise AttributeError(msg)
+__getattr__ = lazy_names(__name__, _LAZY)
