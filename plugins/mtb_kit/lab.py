@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import itertools
 import tempfile
@@ -29,6 +28,7 @@ from mtb_launcher import launch
 from .capabilities import PROMISES, Capabilities
 from .debugging import Terminal
 from .episodes import COMMON, Episode, episode
+from .probes_processes import clear_caches_of_torch
 from .rank import RankWork, rank_of_episode, read_traces
 from .stage import RankTrace
 from .standing import Ending, StandingRanks
@@ -396,7 +396,7 @@ class Lab:
 
 
 def _on_fresh_ranks(asked: Episode, work: RankWork) -> Ending:
-    gc.collect()  # Leftovers looks through all that a forked rank inherits; what is garbage here must not end there
+    clear_caches_of_torch()
     log: dict[int, list[str]] = {}
     outcome = launch(
         LaunchSpec(

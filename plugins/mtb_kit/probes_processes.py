@@ -31,6 +31,8 @@ from .stage import RankTrace, Stage
 _TENSOR = "torch.distributed.tensor"
 #: Threads and connections of a group that was destroyed may take so long to go.
 _SETTLE_S = 2.0
+#: Torch's caches that `clear_caches_of_torch` has found.
+_caches: list[Any] = []
 
 
 @attrs.frozen
@@ -151,23 +153,29 @@ def _leftovers(trace: RankTrace) -> Iterator[None]:
     torch.zeros((), requires_grad=True).backward()
     before = _threads(), _files()
     yield
-    _clear_caches_of_torch()
+    clear_caches_of_torch()
     gc.collect()
     trace.notes["threads"] = _more(_threads, before[0])
     trace.notes["files"] = _more(_files, before[1])
 
 
-def _clear_caches_of_torch() -> None:
-    """Let go of the meshes that torch's caches of sharded operations keep, and with them their groups."""
+def clear_caches_of_torch() -> None:
+    """Let go of the meshes that torch's caches of sharded operations keep, and with them their groups.
+
+    In a rank after its run; and before ranks are forked. A forked rank must not free a group that it has inherited: the
+    group's destructor waits for threads that only the other process has. So it does not look at inherited objects either
+    (they stay frozen), but knows their caches, which it has inherited empty.
+    """
     if _TENSOR not in sys.modules:
         return
     torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001  (there is no public way)
-    gc.unfreeze()  # what a forked rank has inherited is hidden from the next line otherwise
     kept = type(functools.lru_cache(_groups))
     # Not isinstance, which has torch warn of some of its own objects.
-    for cached in [o for o in gc.get_objects() if type(o) is kept]:
-        if (getattr(cached, "__module__", None) or "").startswith(_TENSOR):
-            cached.cache_clear()
+    found = [o for o in gc.get_objects() if type(o) is kept]
+    inherited = _caches if gc.get_freeze_count() else []
+    _caches[:] = [o for o in (*found, *inherited) if (getattr(o, "__module__", None) or "").startswith(_TENSOR)]
+    for cached in _caches:
+        cached.cache_clear()
     for module in [m for name, m in sys.modules.items() if name.startswith(_TENSOR)]:
         for name, value in vars(module).items():
             if "cache" in name.lower() and isinstance(value, dict):
