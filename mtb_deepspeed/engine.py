@@ -43,7 +43,7 @@ def import_deepspeed(device: str) -> Any:
         ) from error
     for handler in logging.getLogger("DeepSpeed").handlers:
         if type(handler) is logging.StreamHandler:  # its own, which no subclass is
-            handler.setStream(sys.stderr)
+            handler.stream = sys.stderr  # setStream flushes the former one, which may be closed by now
     if accelerator.device_name() != kind:
         raise RunFailed(
             f"DeepSpeed was set up for {accelerator.device_name()} in this process, and this run is on {kind}; start it "

@@ -41,3 +41,19 @@ def test_nothing_is_compiled_and_nothing_left_open(tmp_path: Path) -> None:
     assert not compiles
     assert not [name for name in opened if name.startswith("/") and not name.startswith("/dev/")], opened
     assert not (tmp_path / "asked").exists()
+
+
+def test_a_stream_that_was_closed_since(tmp_path: Path) -> None:
+    """DeepSpeed's logger holds the stream of its first import; a later run of the process has another one."""
+    code = """
+import io, sys
+from mtb_deepspeed.engine import import_deepspeed
+former, sys.stderr = sys.stderr, io.StringIO()
+import_deepspeed("cpu")
+sys.stderr.close()
+sys.stderr = former
+import_deepspeed("cpu")
+print("imported")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout == "imported\n", done.stderr
