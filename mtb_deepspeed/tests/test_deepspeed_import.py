@@ -48,7 +48,7 @@ def test_a_stream_that_was_closed_since(tmp_path: Path) -> None:
     code = """
 import io, sys
 from mtb_deepspeed.engine import import_deepspeed
-former, sys.stderr = sys.stderr, io.StringIO()
+former, sys.stderr = sys.stderr, io.TextIOWrapper(io.BytesIO())
 import_deepspeed("cpu")
 sys.stderr.close()
 sys.stderr = former
