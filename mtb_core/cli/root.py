@@ -23,7 +23,12 @@ _TRY = (
 
 
 #: Commands of our own distributions that somebody may look for without having them.
-_ELSEWHERE = {"checkpoint": "mtb-checkpoint", "data": "mtb-data", "doctor": "mtb-doctor"}
+_ELSEWHERE = {
+    "checkpoint": "mtb-checkpoint",
+    "data": "mtb-data",
+    "doctor": "mtb-doctor",
+    "plugins check": "mtb-kit",
+}
 
 
 class _Group(click.Group):
@@ -49,13 +54,7 @@ class Root(_Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """The command `cmd_name`, imported now."""
         own = {info.name: info for info in mtb_commands()}
-        if cmd_name in own:
-            return _load(own[cmd_name])
-        ours = _ELSEWHERE.get(cmd_name)  # these work whatever else is broken, as core's own do
-        registry = _registry(strict=None if ours is None else False)
-        if ours is not None and ours not in {record.distribution for record in registry.records}:
-            raise PluginError(f"The command '{cmd_name}' is not installed: pip install {ours}.")
-        return _load(registry.command(cmd_name))
+        return _load(own[cmd_name]) if cmd_name in own else _of_plugin(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under their headings, without importing one."""
@@ -77,8 +76,10 @@ class OpenGroup(_Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command `cmd_name`; one of a plugin is imported now."""
-        added = self._added().get(cmd_name)
-        return super().get_command(ctx, cmd_name) if added is None else _load(added)
+        full = f"{self.name} {cmd_name}"
+        if cmd_name in self._added() or full in _ELSEWHERE:
+            return _of_plugin(full)
+        return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, without importing one of a plugin."""
@@ -89,6 +90,23 @@ class OpenGroup(_Group):
     def _added(self) -> dict[str, CommandInfo]:
         prefix = f"{self.name} "
         return {n.removeprefix(prefix): info for n, info in _registry().commands.items() if n.startswith(prefix)}
+
+
+def _of_plugin(name: str) -> click.Command:
+    """A plugin's command, imported now.
+
+    Raises:
+        PluginError: there is none, with what to install or switch on where it is one of ours.
+    """
+    ours = _ELSEWHERE.get(name)  # these work whatever else is broken, as core's own do
+    registry = _registry(strict=None if ours is None else False)
+    if ours is None or name in registry.commands:
+        return _load(registry.command(name))
+    for record in registry.records:
+        if record.distribution == ours:
+            verb = "is disabled" if record.status == "disabled" else "could not be loaded"
+            raise PluginError(f"There is no command '{name}' now: {record.label} {verb}: {record.reason}.")
+    raise PluginError(f"The command '{name}' is not installed: pip install {ours}.")
 
 
 def _registry(*, strict: bool | None = False) -> Registry:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 
 from mtb_core.api.descriptions import LauncherInfo, load_reference
-from mtb_core.api.errors import PluginError
+from mtb_core.api.errors import MtbError, RunFailed
 from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.worker import Worker
 
@@ -63,8 +63,8 @@ class LaunchOutcome:
     Attributes:
         exit_reason: ``"done"``; ``"stopped"`` by SIGTERM or SIGUSR1 and ``"interrupted"`` by Ctrl-C, where every
             rank left by itself or a second Ctrl-C ended them; ``"failed"``.
-        values: what the entry returned, by global rank, for the ranks of this node that returned.
-        failure: the first cause, where it failed.
+        values: what the entry returned, by global rank, of this node's ranks that returned; ``"done"``: all of them.
+        failure: the first cause, where it failed; then it must be there.
         restarts: how often ranks were started again after a failure.
         signal: name of the first stop signal that this process itself got meanwhile; one that only a rank got does
             not show here.
@@ -91,25 +91,22 @@ def start_ranks(spec: LaunchSpec, launcher: LauncherInfo | None) -> LaunchOutcom
 
     Raises:
         ConfigError: nothing was started.
-        PluginError: the launcher cannot be imported, or does not answer as `LaunchOutcome` says.
-        RunFailed: nodes could not meet.
+        RunFailed: nodes could not meet; the launcher itself failed, or did not answer as `LaunchOutcome` says.
     """
     if launcher is not None:
         return _started(spec, launcher)
     external = external_launcher() is not None
     with attach() if external else alone() as worker:
         try:
-            value = spec.entry(
-                spec.payload, worker if spec.on_progress is None else attrs.evolve(worker, progress=spec.on_progress)
-            )
+            shown = {} if spec.on_progress is None else {"progress": spec.on_progress}
+            value = spec.entry(spec.payload, attrs.evolve(worker, **shown))
         except (Exception, SystemExit) as error:
             if external or spec.debug:
                 raise
             failure = failure_of(error, worker.rank)
             with suppress(OSError):  # a full disk, which may be the cause itself, must not hide it
                 spec.log_dir.mkdir(parents=True, exist_ok=True)
-                log = rank_log(spec.log_dir, worker.rank)
-                log.write_text(failure.traceback, encoding="utf-8", errors="backslashreplace")
+                rank_log(spec.log_dir, worker.rank).write_bytes(failure.traceback.encode("utf-8", "backslashreplace"))
             return LaunchOutcome("failed", {}, failure)
         stopped = worker.stop.requested
     reason: ExitReason = "done" if stopped is None else "interrupted" if stopped == "SIGINT" else "stopped"
@@ -119,14 +116,32 @@ def start_ranks(spec: LaunchSpec, launcher: LauncherInfo | None) -> LaunchOutcom
 def _started(spec: LaunchSpec, launcher: LauncherInfo) -> LaunchOutcome:
     try:
         start: Callable[[LaunchSpec], LaunchOutcome] = load_reference(launcher.impl)
-    except Exception as error:
-        raise PluginError(
-            f"The launcher '{launcher.name}' cannot be used: importing {launcher.impl} raised {type(error).__name__}: {error}."
-        ) from error
-    outcome = start(spec)
-    if not isinstance(outcome, LaunchOutcome) or (outcome.exit_reason == "done" and not outcome.values):
-        raise PluginError(
-            f"The launcher '{launcher.name}' is wrong: it must return a LaunchOutcome, with the value of a rank where it is "
-            f"done, but returned {outcome!r}."
-        )
+        outcome = start(spec)
+    except MtbError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"The launcher '{launcher.name}' ({launcher.impl}) failed: {type(error).__name__}: {error}."
+        raise RunFailed(text) from error
+    if wrong := _wrong(outcome, spec):
+        raise RunFailed(f"The launcher '{launcher.name}' is wrong, and nothing is known of the run: {wrong}.")
     return outcome
+
+
+def _wrong(outcome: Any, spec: LaunchSpec) -> str:
+    """Error text if a launcher's answer is not as `LaunchOutcome` says; else empty."""
+    if not isinstance(outcome, LaunchOutcome):
+        return f"it returned {outcome!r}, not a LaunchOutcome"
+    if outcome.exit_reason not in get_args(ExitReason):
+        return f"its exit reason is {outcome.exit_reason!r}; valid: {', '.join(get_args(ExitReason))}"
+    if outcome.exit_reason == "failed" and outcome.failure is None:
+        return "it says 'failed' without a Failure"
+    if outcome.exit_reason == "done":
+        ranks = set(outcome.values)
+        expected = set(range(spec.nproc)) if spec.max_nodes == 1 else ranks
+        if (
+            ranks != expected
+            or len(ranks) != spec.nproc
+            or any(isinstance(v, Failure) for v in outcome.values.values())
+        ):
+            return f"it says 'done', but has no value of each of the {spec.nproc} ranks of this node (of {sorted(ranks, key=str)})"
+    return ""

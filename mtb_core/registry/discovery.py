@@ -118,7 +118,8 @@ class Registry:
         """The launcher `name`."""
         if not self.launchers:
             raise PluginError(
-                "Ranks cannot be started, for no launcher is installed. Install mtb-launcher, or start the ranks with torchrun."
+                "Ranks cannot be started without a launcher. Install mtb-launcher, or do not switch it off; or start the ranks "
+                "with torchrun."
             )
         return self._find("launchers", name)  # type: ignore[no-any-return]
 

@@ -350,13 +350,16 @@ def test_a_full_disk_behind_stdout():
     assert ran.stderr == "mtb: error: cannot write the output: No space left on device.\n"
 
 
-@pytest.mark.parametrize("command", ["checkpoint", "data", "doctor"])
-def test_a_command_that_is_not_installed_says_what_to_install(command, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [("checkpoint list", "checkpoint"), ("data info", "data"), ("doctor", "doctor"), ("plugins check", "kit")],
+)
+def test_a_command_that_is_not_installed_says_what_to_install(command, name, capsys, monkeypatch):
     """Core alone knows which of our distributions has it."""
     monkeypatch.setattr("mtb_core.registry.discovery.installed", list)
-    monkeypatch.setenv("MTB_DISABLE_PLUGINS", f"nothing-but-a-new-key-{command}")
-    assert main([command, "list"]) == 2
-    assert f"pip install mtb-{command}." in capsys.readouterr().err
+    monkeypatch.setenv("MTB_DISABLE_PLUGINS", f"nothing-but-a-new-key-{name}")
+    assert main(command.split()) == 2
+    assert f"pip install mtb-{name}." in capsys.readouterr().err
 
 
 def test_a_broken_plugin_does_not_end_the_doctor(monkeypatch, capsys, install):
@@ -365,3 +368,10 @@ def test_a_broken_plugin_does_not_end_the_doctor(monkeypatch, capsys, install):
     monkeypatch.setenv("MTB_STRICT_PLUGINS", "1")
     main(["doctor"])
     assert "mtb-broken" in capsys.readouterr().out
+
+
+def test_a_kit_that_is_switched_off_is_named(capsys, monkeypatch):
+    """A command in a group of core's says why it is not there, as others do."""
+    monkeypatch.setenv("MTB_DISABLE_PLUGINS", "kit")
+    assert main(["plugins", "check", "ddp"]) == 2
+    assert "There is no command 'plugins check' now: plugin 'kit'" in capsys.readouterr().err

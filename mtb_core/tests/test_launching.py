@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtb_core import ConfigError, Layout, PluginError, TrainConfig, run, run_ranks
+from mtb_core import ConfigError, Layout, PluginError, RunFailed, TrainConfig, run, run_ranks
 from mtb_core.launch import LaunchSpec, start_ranks
 
 
@@ -103,26 +103,34 @@ def test_under_torchrun_this_process_is_a_rank(tmp_path: Path):
 def test_without_a_launcher(monkeypatch):
     """Several ranks are refused with what to install; one rank needs no launcher."""
     monkeypatch.setenv("MTB_DISABLE_PLUGINS", "launcher")
-    with pytest.raises(PluginError, match="Install mtb-launcher, or start the ranks with torchrun"):
+    with pytest.raises(PluginError, match="Install mtb-launcher, or do not switch it off"):
         run_ranks(add_up, 1, nproc=2, device="cpu")
     with pytest.raises(PluginError, match="Install mtb-launcher"):
         run(TrainConfig(nproc=2, strategy="ddp"))
     assert run_ranks(add_up, 1, device="cpu").exit_reason == "done"
 
 
+OUTCOME = "from mtb_core.launch import Failure, LaunchOutcome\ndef launch(spec): return LaunchOutcome"
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("def launch(spec): return None", "must return a LaunchOutcome, .* but returned None"),
-        (
-            "from mtb_core.launch import LaunchOutcome\ndef launch(spec): return LaunchOutcome('done', {})",
-            "with the value of a rank where it is done",
-        ),
-        ("launch = 1 / 0", "importing .* raised ZeroDivisionError"),
+        ("def launch(spec): return None", "it returned None, not a LaunchOutcome"),
+        (f"{OUTCOME}('done', {{}})", "no value of each of the 2 ranks"),
+        (f"{OUTCOME}('done', {{0: {{}}}})", r"no value of each of the 2 ranks of this node \(of \[0\]\)"),
+        (f"{OUTCOME}('done', {{0: {{}}, '1': {{}}}})", "no value of each of the 2 ranks"),
+        (f"{OUTCOME}('done', {{0: {{}}, 1: Failure(1, 'E', 'x')}})", "no value of each of the 2 ranks"),
+        (f"{OUTCOME}('finished', {{0: {{}}, 1: {{}}}})", "exit reason is 'finished'; valid: done, stopped"),
+        (f"{OUTCOME}('failed', {{}})", "says 'failed' without a Failure"),
+        ("launch = 1 / 0", r"The launcher 'wrong' \(wrong_launcher:launch\) failed: ZeroDivisionError"),
+        ("launch = 3", "failed: TypeError: 'int' object is not callable"),
+        ("def launch(spec): 1 / 0", "failed: ZeroDivisionError"),
+        ("def launch(spec): raise SystemExit(0)", "failed: SystemExit: 0"),
     ],
 )
 def test_a_wrong_launcher_is_named(body, told, install, tmp_path, monkeypatch):
-    """Its answer is checked, so that a run that trained nothing is not done."""
+    """Its mistakes are told as its own, so that a run that trained nothing, or only in part, is not done."""
     (tmp_path / "wrong_launcher.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wrong_launcher", raising=False)
@@ -133,7 +141,7 @@ def test_a_wrong_launcher_is_named(body, told, install, tmp_path, monkeypatch):
             return [LauncherInfo("wrong", "Wrong.", "wrong_launcher:launch")]
         """
     )
-    with pytest.raises(PluginError, match=told):
+    with pytest.raises(RunFailed, match=told):
         run(TrainConfig(nproc=2, strategy="ddp", launcher="wrong", steps=1, run_dir=str(tmp_path / "run")), quiet=True)
 
 
