@@ -98,8 +98,8 @@ def start_ranks(spec: LaunchSpec, launcher: LauncherInfo | None) -> LaunchOutcom
     external = external_launcher() is not None
     with attach() if external else alone() as worker:
         try:
-            shown = {} if spec.on_progress is None else {"progress": spec.on_progress}
-            value = spec.entry(spec.payload, attrs.evolve(worker, **shown))
+            rank = worker if spec.on_progress is None else attrs.evolve(worker, progress=spec.on_progress)
+            value = spec.entry(spec.payload, rank)
         except (Exception, SystemExit) as error:
             if external or spec.debug:
                 raise
