@@ -49,11 +49,20 @@ evidence: $(STAMP)  ## run the small recipes and write their report to docs/exam
 	$(BIN)/mtb evidence audit runs/evidence
 	$(BIN)/mtb report runs/evidence --title "The small recipes on two cores" --output docs/example/report.md
 
-test: $(STAMP)  ## the fast tests of all packages
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+# One process for each package, JOBS at a time, the longest first; the output of a package comes when it is done. All
+# packages are tested even if one fails. A package without tests of the kind is none that failed (pytest's 5).
+JOBS ?= 2
+LONGEST := tests mtb_fsdp mtb_core mtb_ddp mtb_deepspeed plugins/mtb_tp
+SUITES := $(LONGEST) $(filter-out $(LONGEST),$(PACKAGES))
+
+test: $(STAMP)  ## the fast tests of all packages, JOBS=2 packages at a time
+	@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(SUITES:%=suite/%) KIND="not slow"
 
 test-slow: $(STAMP)  ## the tests that take long
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(SUITES:%=suite/%) KIND=slow
+
+suite/%:
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(KIND)" $(if $(filter tests,$*),$*,$*/tests) || test $$? = 5
 
 lint: $(STAMP)  ## ruff and mypy, nothing is changed
 	$(BIN)/ruff check .

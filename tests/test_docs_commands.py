@@ -52,11 +52,20 @@ def pages_with(word: str) -> list[object]:
 #: Pages on a subject of their own, whose commands take tens of seconds: they are slow tests.
 LONG = {
     f"docs/{name}.md"
-    for name in ("communication", "expert-parallel", "moe", "pipeline-parallel", "profile", "tensor-parallel")
-} | {
-    "plugins/mtb_pp/README.md",
-    "plugins/mtb_tp/README.md",
-}
+    for name in (
+        "communication",
+        "compare",
+        "conformance",
+        "context-parallel",
+        "evidence",
+        "expert-parallel",
+        "guards",
+        "moe",
+        "pipeline-parallel",
+        "profile",
+        "tensor-parallel",
+    )
+} | {f"plugins/mtb_{name}/README.md" for name in ("cp", "ep", "pp", "tp")}
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def test_the_tests_of_the_plugin_pass(site: Path) -> None:
     assert re.search(r"^\d+ passed", told, re.MULTILINE), told
 
 
+@pytest.mark.slow
 def test_the_launcher_of_the_page(site: Path) -> None:
     """It starts ranks that train to the bits of the launcher `local`."""
     common = [*SMALL.split(), "--quiet", "--json"]
@@ -147,6 +148,7 @@ def test_the_launcher_of_the_page(site: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_format_of_the_page(site: Path) -> None:
     """It saves what verifies, is resumed from to the bit, and says what to install where it is missing."""
     common = [*SMALL.split()[4:], "--warmup-steps", "0", "--quiet", "--json"]

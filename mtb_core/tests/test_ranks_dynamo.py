@@ -94,6 +94,7 @@ def run(**environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_eager_training_imports_no_compiler_and_compiling_still_works():
     """Eager training leaves the real module out; compiling brings it, whole; all is as without the stand-in."""
     with_it, without = run(MTB_NO_DYNAMO_SHIM=""), run(MTB_NO_DYNAMO_SHIM="1")

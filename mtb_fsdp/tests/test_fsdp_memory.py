@@ -110,7 +110,8 @@ def test_construction_and_optimizer(strategy: str, blocks: int, tmp_path: Path) 
         assert whole - 2 * padding - 64 <= rank["optimizer"] <= whole + 2 * padding
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_last_keeps_whole_gradients(precision: str, tmp_path: Path) -> None:
     """Between micro-batches `every` keeps shards of gradients, `last` whole ones in fp32, and nothing else differs."""
     whole, padding, _, _ = sizes()

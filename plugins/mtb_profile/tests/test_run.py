@@ -134,6 +134,7 @@ def test_for_people(tmp_path):
     assert "profiler_start" not in done.stderr
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     """Started by torchrun, every rank writes its trace and one of them reports."""
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "mtb_core")
