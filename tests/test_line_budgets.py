@@ -19,7 +19,7 @@ BUDGETS = {
     "mtb_core/api": 1840,
     "mtb_core/builtin": 380,
     "mtb_core/ckpt": 3610,
-    "mtb_core/cli": 945,
+    "mtb_core/cli": 985,
     "mtb_core/config": 840,
     "mtb_core/data": 965,
     "mtb_core/launch": 620,

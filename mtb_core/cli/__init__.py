@@ -8,7 +8,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +24,8 @@ from mtb_core.api.errors import (
     MtbError,
 )
 
+#: The environment variable by which a shell asks; its value says what for (``bash_source``, ``zsh_complete``, …).
+COMPLETION = "_MTB_COMPLETE"
 EXIT_BROKEN_PIPE = 141  # as a shell reports a reader that went away
 
 
@@ -43,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     _fill_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if COMPLETION in os.environ:
+        return _complete(root, os.environ[COMPLETION])
     try:
         with _ending_at_signals(last=argv is None):
             code = _invoke(root, arguments)
@@ -70,6 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"cannot write the output: {error.strerror or error}.", EXIT_RUN_FAILED, arguments)
     except Exception:  # noqa: BLE001  (the last one to see it)
         return _defect()
+
+
+def _complete(root: click.Command, instruction: str) -> int:
+    """Answer a shell that completes a command line, or asks for the script that makes it do so.
+
+    Warnings would be printed into the line that is being typed, so nothing is written to stderr.
+    """
+    from click.shell_completion import shell_complete  # noqa: PLC0415  (only shells need it)
+
+    with redirect_stderr(StringIO()):
+        return shell_complete(root, {}, "mtb", COMPLETION, instruction)
 
 
 @contextmanager

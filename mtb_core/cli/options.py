@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from mtb_core.config.schema import GROUPS, Setting, TrainConfig, option_name, settings, value_type
+from mtb_core.registry.discovery import discover
 
 OWN_GROUP = "Command"
+#: Settings whose value is the name of something that plugins provide, with the kind of it.
+_KINDS = {
+    "strategy": "strategies",
+    "launcher": "launchers",
+    "sink": "sinks",
+    "model": "models",
+    "data": "datasets",
+    "optimizer": "optimizers",
+    "lr_scheduler": "schedules",
+}
 
 
 def _number(kind: type) -> Callable[[str], Any]:
@@ -32,6 +45,17 @@ class GroupedOption(click.Option):
     def __init__(self, *args: Any, group: str = OWN_GROUP, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        """Complete the value: names that plugins provide, the choices, or files where the value is a path."""
+        words = re.split(r"\W+", self.metavar or "")
+        names = [word for word in words if word.islower()]
+        if self.name in _KINDS:
+            names = list(getattr(discover(), _KINDS[self.name]))
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        if {"DIR", "FILE", "PATH"} & set(words):
+            found.append(CompletionItem(incomplete, type="file"))
+        return found
 
 
 class GroupedCommand(click.Command):

@@ -375,3 +375,31 @@ def test_a_kit_that_is_switched_off_is_named(capsys, monkeypatch):
     monkeypatch.setenv("MTB_DISABLE_PLUGINS", "kit")
     assert main(["plugins", "check", "ddp"]) == 2
     assert "There is no command 'plugins check' now: plugin 'kit'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("mtb tr", ["plain,train"]),
+        ("mtb train --device c", ["plain,cpu", "plain,cuda"]),
+        ("mtb train --st", ["plain,--strategy", "plain,--strategy-opt", "plain,--start-method", "plain,--steps"]),
+        ("mtb train --strategy sin", ["plain,single"]),
+        ("mtb train --data syn", ["plain,synthetic", "file,syn"]),
+        ("mtb train --resume l", ["plain,latest", "file,l"]),
+        ("mtb train --config my", ["file,my"]),
+    ],
+)
+def test_a_shell_completes(monkeypatch, capfd, line, offered):
+    """A shell is answered with commands, names that plugins provide, choices and files, and with nothing else."""
+    words = line.split()
+    for name, value in {"": "bash_complete", "WORDS": line, "CWORD": str(len(words) - 1)}.items():
+        monkeypatch.setenv(f"COMP_{name}" if name else cli.COMPLETION, value)
+    assert main([]) == 0
+    assert capfd.readouterr() == ("".join(f"{item}\n" for item in offered), "")
+
+
+def test_a_shell_asks_for_its_script(monkeypatch, capfd):
+    """The script that a shell reads once asks by the variable that is answered."""
+    monkeypatch.setenv(cli.COMPLETION, "zsh_source")
+    assert main([]) == 0
+    assert f"{cli.COMPLETION}=zsh_complete mtb" in capfd.readouterr().out
