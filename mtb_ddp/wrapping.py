@@ -6,6 +6,7 @@ that declares its dependency on mtb-ddp may.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from mtb_core import BufferSync, ConfigError, MicroBatch, Shards, broadcast_buffers
+from mtb_core import BufferSync, ConfigError, MicroBatch, MissingGradient, Shards, broadcast_buffers
 
 
 @attrs.frozen
@@ -45,10 +46,17 @@ class ReplicatedModule:
 
     @contextmanager
     def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
-        """The sync context around forward and backward. DDP reads the flag in forward and acts on it in backward."""
-        wrapped = isinstance(self.module, DistributedDataParallel)
-        with self.module.no_sync() if wrapped and not micro.sync else nullcontext():  # type: ignore[operator]
+        """The sync context around forward and backward. DDP reads the flag in forward and acts on it in backward.
+
+        Raises:
+            MissingGradient: DDP has left a gradient unreduced, on this rank.
+        """
+        module = self.module
+        wrapped = isinstance(module, DistributedDataParallel)
+        with module.no_sync() if wrapped and not micro.sync else nullcontext():  # type: ignore[operator]
             yield
+        if wrapped and micro.sync:
+            _check_reduced(module, micro)  # type: ignore[arg-type]
         if self.buffers is not None:
             self.buffers.due = micro.sync
 
@@ -158,6 +166,32 @@ def _check_buffers(core: nn.Module) -> None:
                 "DistributedDataParallel cannot write to it. Register it before expand() and expand it in forward, or "
                 "register what contiguous() makes of it."
             )
+
+
+def _check_reduced(module: DistributedDataParallel, micro: MicroBatch) -> None:
+    """See that the backward of a synchronised micro-batch has reduced every gradient that there is.
+
+    DDP reduces a bucket when all of its parameters got a gradient in this backward. A parameter that only an earlier,
+    unsynchronised micro-batch used has a gradient and keeps its whole bucket from being reduced; DDP tells that at the
+    next forward, after the update. One that nothing has used in the whole step is told by core, of all ranks.
+    """
+    try:
+        module._check_reducer_finalized()  # noqa: SLF001  (its only public sign comes too late)
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            raise
+        parameters, _ = module._build_params_for_reducer()  # noqa: SLF001
+        unreduced = {id(p): p for p in (parameters[int(index)] for index in found[1].split())}
+        last = micro.index + 1 == micro.count
+        names = [n for n, p in module.module.named_parameters() if id(p) in unreduced and not (last and p.grad is None)]
+        if names:
+            raise MissingGradient(
+                f"Micro-batch {micro.index + 1} of {micro.count} did not use {', '.join(map(repr, names[:3]))}"
+                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''} in its loss, so DistributedDataParallel did not "
+                "sum their gradients over the ranks. Set find_unused_parameters=true if the strategy has that option, "
+                "let every micro-batch use them, or take fsdp with unused_parameters=true."
+            ) from error
 
 
 _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

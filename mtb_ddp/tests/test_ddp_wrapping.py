@@ -165,6 +165,53 @@ def test_ignored_parameters_are_left_alone() -> None:
     assert outcome.value == [2.5, 2.0], "the mean of 2 and 3; 4 times 0.5"
 
 
+class Branches(nn.Module):
+    """The number of the micro-batch chooses one of two branches; the third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(2, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        return (self.a, self.b)[index](x)
+
+
+def _branches(payload: tuple[bool, bool], ctx: RankContext, _worker: Any) -> list[float]:
+    """Gradients of both branches, rank r giving 1 + r to each; `payload`: every, find_unused_parameters."""
+    every, find_unused = payload
+    assert ctx.mesh is not None
+    core = Branches()
+    replicas = wrap_ddp(core, ctx.mesh, find_unused_parameters=find_unused)
+    for index in range(2):
+        with replicas.micro_batch(MicroBatch(index, 2, sync=every or index == 1)):
+            (replicas.module(torch.full((1, 2), 1.0 + ctx.rank), index).sum() * replicas.loss_factor).backward()
+    assert core.a.weight.grad is not None
+    assert core.b.weight.grad is not None
+    return [float(core.a.weight.grad[0, 0]), float(core.b.weight.grad[0, 0])]
+
+
+@pytest.mark.parametrize(
+    ("every", "unused"),
+    [
+        (False, "Micro-batch 2 of 2 did not use 'a.weight' "),
+        (True, "Micro-batch 1 of 2 did not use 'b.weight', 'c.weight' "),
+    ],
+    ids=["last", "every"],
+)
+def test_gradients_that_are_not_reduced_are_named(every: bool, unused: str) -> None:
+    """A gradient of an unsynchronised micro-batch alone keeps its bucket from being summed: no update may follow."""
+    outcome = run_ranks(_branches, (every, False), nproc=2, layout=Layout((("dp", 2),)), device="cpu")
+    assert outcome.failure is not None
+    assert outcome.failure.kind == "MissingGradient", outcome.failure
+    assert unused in outcome.failure.message
+
+
+def test_unused_branches_are_summed_when_asked_for() -> None:
+    """DDP looks for unused parameters: what an earlier micro-batch left is summed over the ranks, 1 + 2."""
+    outcome = run_ranks(_branches, (False, True), nproc=2, layout=Layout((("dp", 2),)), device="cpu")
+    assert outcome.value == [3.0, 3.0], outcome.failure
+
+
 def _several_axes(_payload: None, ctx: RankContext, _worker: Any) -> str:
     assert ctx.mesh is not None
     with pytest.raises(ValueError, match="make a group of these ranks") as raised:
