@@ -9,7 +9,6 @@ import pytest
 from broken.catalogue import Mistake, mistakes
 
 from mtb_core import StrategyInfo
-from mtb_kit import lab as laboratory
 from mtb_kit.checking import Outcome, cases, run_case
 from mtb_kit.lab import Lab
 
@@ -96,29 +95,3 @@ def test_mistake_is_noticed(mistake: Mistake, right: Labs) -> None:
     assert outcome.seen
     same = named(mistake, right.of(mistake.right, mistake.world_sizes))
     assert same.status == "passed" or (same.status == "skipped" and "not promised" in same.reason), same.text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_kill_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mistake is noticed by the check that names it; printed as a table, with the other checks that notice it."""
-    monkeypatch.setattr(laboratory, "DEADLINE_S", 15.0)
-    survivors = []
-    with capsys.disabled():
-        print("\nmistake | named by | parity and sync checks that notice it as well")
-        for mistake in mistakes():
-            killers = killing(mistake)
-            others = ", ".join(name for name in killers if name != mistake.check) or "-"
-            own = mistake.check if mistake.check in killers else "NOT NOTICED"
-            print(f"{mistake.name} | {own} | {others}", flush=True)
-            if mistake.check not in killers:
-                survivors.append(mistake.name)
-        print(f"kill rate: {1 - len(survivors) / len(mistakes()):.0%} of {len(mistakes())}")
-    assert survivors == []
-
-
-def killing(mistake: Mistake) -> list[str]:
-    """Names of the checks that fail at the number of ranks at which the mistake shows, of those that are cheap to run."""
-    with lab_of(mistake) as lab:
-        chosen = cases((mistake.ranks,), ["parity", "sync", mistake.check])
-        return [o.case.check.name for o in (run_case(lab, case) for case in chosen) if o.status == "failed"]

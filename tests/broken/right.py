@@ -166,8 +166,9 @@ class OwnState(Replicated):
         return attrs.evolve(super().prepare(job), engine=kept)
 
     def optimizer_step(self, prepared, apply):
-        prepared.engine.mean.lerp_(prepared.trainable[0].detach().reshape(-1)[:3], 0.5)
-        prepared.engine.count += 1
+        if apply:
+            prepared.engine.mean.lerp_(prepared.trainable[0].detach().reshape(-1)[:3], 0.5)
+            prepared.engine.count += 1
         return super().optimizer_step(prepared, apply)
 
     def state(self, prepared):

@@ -144,6 +144,7 @@ def test_bf16(how: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(550)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's compiler warns, and hides it where warnings are no errors
 def test_compiled_blocks(tmp_path: Path) -> None:
     """With `--compile` the experts, whose rows differ from step to step, stay out of it, and losses are the same."""
     common = {**OPTIMIZERS["adamw"], "until_step": 5}

@@ -10,7 +10,8 @@ from mtb_kit.lab import Lab, Run
 from mtb_kit.probes_requests import Asks
 from mtb_kit.states import Mismatch, equal_bitwise
 
-_SKIPPED, _SAVED, _LAST = 1, 2, 3
+#: Steps of the requests. The end saves too, so it comes later than the step after the one that is to be saved.
+_SKIPPED, _SAVED, _LAST = 1, 2, 4
 
 
 @check(
