@@ -24,11 +24,11 @@ BUDGETS = {
     "mtb_core/data": 965,
     "mtb_core/launch": 620,
     "mtb_core/measure": 990,
-    "mtb_core/model": 800,
+    "mtb_core/model": 850,
     "mtb_core/ranks": 1260,
     "mtb_core/registry": 1150,
     "mtb_core/testing": 22,
-    "mtb_core/train": 2300,
+    "mtb_core/train": 2360,
     "mtb_core": 16130,
     "all packages": 53120,
 }

@@ -84,7 +84,7 @@ class LossFunction:
         return loss_sum(self._spec, output, targets, valid)
 
     def check_ignores(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> None:
-        """Try a model that makes its own loss on one sample with ignored targets, without training it.
+        """Try a model that makes its own loss, in eval mode, on one sample with ignored targets.
 
         Data may bring such targets late, at the ragged end of an epoch; better to know before the first step.
 
@@ -95,7 +95,6 @@ class LossFunction:
             return
         targets = targets[:1].clone()
         targets[:, 1:] = IGNORE_LABEL
-        module.eval()
         try:
             with torch.no_grad():
                 module(inputs[:1], targets)
@@ -104,8 +103,6 @@ class LossFunction:
                 f"The model's own loss cannot ignore targets: {error} Targets that do not count are {IGNORE_LABEL}, as "
                 f"they are by default in cross_entropy; remove another ignore_index from the model, or return logits."
             ) from error
-        finally:
-            module.train()
 
 
 def loss_sum(spec: ModelSpec, output: Any, targets: Tensor, valid: int) -> Tensor | Loss:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -22,12 +24,14 @@ from mtb_core.api.state import piece
 from mtb_core.api.values import ModelSpec
 from mtb_core.config.schema import TrainConfig
 
+from .aside import streams_kept
+
 
 def build_module(spec: ModelSpec, seed: int, device: str) -> nn.Module:
     """The bare module: on ``meta`` where `spec.init` can fill it, otherwise initialised by itself, on `device`.
 
-    In the second case it is built on the CPU under `seed`, so that it is the same on every rank and device. The
-    process's own random state is left as it was.
+    In the second case it is built on the CPU with torch's, numpy's and python's streams seeded with `seed`, so that it
+    is the same on every rank and device. The process's own random state is left as it was.
 
     Raises:
         ConfigError: `spec` names a block, or a module of its chain, that the module does not have.
@@ -36,8 +40,10 @@ def build_module(spec: ModelSpec, seed: int, device: str) -> nn.Module:
         with torch.device("meta"), _NoInitialisation():
             module = spec.build()
     else:
-        with torch.random.fork_rng(devices=[]):
+        with streams_kept():
             torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002  (the global stream is what a model's code draws from)
             module = spec.build().to(device)
     names = dict(module.named_modules(remove_duplicate=False))
     for field, named in (("blocks", spec.blocks), ("chain", spec.chain)):

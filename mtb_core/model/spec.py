@@ -95,8 +95,9 @@ def _split(model: str, named: Mapping[str, ModelInfo]) -> tuple[Path, str]:
 
 
 def _from_file(config: TrainConfig, named: Mapping[str, ModelInfo]) -> ModelSpec:
-    import torch  # noqa: PLC0415
     from torch import nn  # noqa: PLC0415
+
+    from .aside import streams_kept  # noqa: PLC0415
 
     file, name = _split(config.model, named)
     module = _import_file(file, config.model)
@@ -109,7 +110,7 @@ def _from_file(config: TrainConfig, named: Mapping[str, ModelInfo]) -> ModelSpec
         raise ConfigError(f"--model {config.model}: '{file}' has no '{name}';{nearest(name, known)} {listed}")
     make = _bound(factory, config)
     # The first call shows what the factory returns; like all later ones it must not disturb the run's randomness.
-    with torch.random.fork_rng(devices=[]):
+    with streams_kept():
         try:
             made = make()
         except MtbError:

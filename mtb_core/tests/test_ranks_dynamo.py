@@ -3,6 +3,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import importlib, inspect, json, sys
 import torch

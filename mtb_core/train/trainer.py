@@ -25,6 +25,7 @@ from mtb_core.api.work import EvaluationWork, Loss, MicroBatch, Shards, StepWork
 from mtb_core.config.schema import IGNORE_LABEL
 from mtb_core.data.loader import Loader, StepBatch
 from mtb_core.measure.ranges import named_range
+from mtb_core.model.aside import undisturbed
 from mtb_core.model.loss import LossFunction
 from mtb_core.ranks.agree import gather_objects
 from mtb_core.ranks.signals import StopFlag
@@ -103,9 +104,11 @@ class Trainer:
         # Whether the ranks may agree before the norm is known; they find out together in the first step.
         self._early = False
         self._applied = True
-        prepared.module.train()
+        if not prepared.core.training:  # as a pretrained model comes; parts of one that trains keep their own mode
+            prepared.module.train()
         self._batch: StepBatch = loader.next()
-        self._loss.check_ignores(prepared.module, self._batch.inputs[0], self._batch.targets[0])
+        with undisturbed(prepared.module, job.ctx.device):
+            self._loss.check_ignores(prepared.module, self._batch.inputs[0], self._batch.targets[0])
         self._agreement.begin(None, self._batch.valid_tokens)
         self.agreed: Agreed = self._agreement.end()
 
@@ -197,7 +200,7 @@ class Trainer:
         Every rank must bring the same number of batches; padding has no valid tokens and weighs nothing. A batch is
         inputs, targets, and how many of its samples have anything to predict.
         """
-        module, ctx = self.prepared.module, self.job.ctx
+        ctx = self.job.ctx
         valid_tokens = counted = 0
 
         def taken() -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -208,13 +211,9 @@ class Trainer:
                 counted += samples
                 yield inputs, targets, valid
 
-        module.eval()
-        try:
-            with torch.no_grad():
-                work = EvaluationWork(taken(), self._loss.forward, self._loss.of)
-                found = self.hooks.evaluate(self.prepared, work)
-        finally:
-            module.train()
+        with undisturbed(self.prepared.module, ctx.device), torch.no_grad():
+            work = EvaluationWork(taken(), self._loss.forward, self._loss.of)
+            found = self.hooks.evaluate(self.prepared, work)
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         if ctx.counts_loss and found is not None:
             total[0], total[1] = found.sum, valid_tokens

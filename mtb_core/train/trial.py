@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mtb_core.ranks.failures import Failure, failure_of
 from mtb_core.ranks.signals import StopFlag
 from mtb_core.registry.run_hooks import Hooks
 
+from .building import ModelBuild, count_parameters
 from .checkpointing import ResumePoint, RunCheckpoints
 from .optim import optimizer_groups
 from .trainer import Progress, Trainer
@@ -111,8 +112,8 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
     hooks = inputs.hooks()
     memory = PeakMemory(ctx.device)
     outcome.memory_kind = memory.kind
-    counted = _CountedBuild(inputs)
-    job = _make_job(inputs, counted)
+    built = ModelBuild(inputs.model, inputs.resolved, ctx)
+    job = _make_job(inputs, built)
     prepared: Prepared | None = None
     finished = "failed"
     try:
@@ -120,7 +121,8 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
         hooks.phase("prepare", 0)
         prepared = hooks.prepare(job)
         _check_positions(job, prepared)
-        outcome.parameters = counted.parameters or count_parameters(prepared.core)
+        built.check_equal()
+        outcome.parameters = built.parameters or count_parameters(prepared.core)
         seed_generators(config.seed, ctx)
         checkpoints = RunCheckpoints(
             job,
@@ -161,38 +163,8 @@ def run_trial(inputs: TrialInputs, trial: int) -> TrialOutcome:
                 ending.callback(hooks.close, prepared)
             ending.callback(hooks.run_finished, finished)
             hooks.phase("close", outcome.progress.global_step)
+        built.used_up()
     return outcome
-
-
-class _CountedBuild:
-    """Builds the whole model for the strategy, and counts its parameters before the strategy takes any away.
-
-    Tied parameters count once.
-    """
-
-    def __init__(self, inputs: TrialInputs) -> None:
-        self.parameters = 0
-        self._inputs = inputs
-
-    def __call__(self) -> torch.nn.Module:
-        inputs = self._inputs
-        module = services.build_module(inputs.model, inputs.resolved.config.seed, inputs.ctx.device)
-        self.parameters = count_parameters(module)
-        if not inputs.resolved.plan.tied_weights:
-            _refuse_tied(module, inputs.resolved.config.strategy)
-        return module
-
-
-def _refuse_tied(module: torch.nn.Module, strategy: str) -> None:
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(parameter), name)
-        if first != name:
-            raise RunFailed(
-                f"The parameters '{first}' and '{name}' of the model are one, and strategy '{strategy}' with these options "
-                "cannot train tied weights. Untie them, or use another strategy.",
-                agreed=True,
-            )
 
 
 def _check_positions(job: Job, prepared: Prepared) -> None:
@@ -382,8 +354,7 @@ class _Training:
             positions=trainer.prepared.positions,
             device=ctx.device,
         )
-        with preserved_generators():
-            self._outcome.eval_loss, self._outcome.eval_samples = trainer.evaluate(batches)
+        self._outcome.eval_loss, self._outcome.eval_samples = trainer.evaluate(batches)
 
 
 def _make_job(inputs: TrialInputs, build: Callable[[], torch.nn.Module]) -> Job:
@@ -406,11 +377,6 @@ def _make_job(inputs: TrialInputs, build: Callable[[], torch.nn.Module]) -> Job:
     )
 
 
-def count_parameters(module: torch.nn.Module) -> int:
-    """Elements of all parameters, by their global shapes; tied ones once."""
-    return sum(p.numel() for p in module.parameters())
-
-
 def seed_generators(seed: int, ctx: RankContext) -> None:
     """Start the random streams of this rank (dropout and the user's own), different on every rank.
 
@@ -423,16 +389,6 @@ def seed_generators(seed: int, ctx: RankContext) -> None:
         torch.cuda.manual_seed(own)
     random.seed(own)
     np.random.seed(own % 2**32)  # noqa: NPY002  (the global stream is what user code draws from)
-
-
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Leave torch's CPU stream as it was: evaluation must not change what training draws."""
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _may_count(inputs: TrialInputs, outcome: TrialOutcome, first: int) -> bool:

@@ -1,0 +1,53 @@
+"""What a run does beside training leaves training as it was: random streams, modes of modules, buffers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def streams_kept(device: str = "cpu") -> Iterator[None]:
+    """Give torch's (the CPU's, and that of a CUDA `device`), numpy's and python's random streams back as they were."""
+    cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
+    cpu, numpy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        np.random.set_state(numpy)  # noqa: NPY002
+        random.setstate(python)
+
+
+@contextmanager
+def undisturbed(module: nn.Module, device: str) -> Iterator[None]:
+    """Have `module` in eval mode, then put back each module's own mode, every buffer, and the random streams.
+
+    A buffer counts as changed if another tensor has taken its place, or if it was written to.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [
+        (part, name, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001  (torch's name for it)
+        for part, _ in modes
+        for name, buffer in part._buffers.items()  # noqa: SLF001  (of this module alone, by name)
+        if buffer is not None
+    ]
+    with streams_kept(device):
+        module.eval()
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
+            with torch.no_grad():
+                for part, name, buffer, version, kept in buffers:
+                    part._buffers[name] = buffer  # noqa: SLF001
+                    if buffer._version != version:  # noqa: SLF001
+                        buffer.copy_(kept)
