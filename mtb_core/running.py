@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from mtb_core.measure.result import Result
 from mtb_core.ranks.failures import Failure
 from mtb_core.ranks.network import check_network
 from mtb_core.registry.discovery import discover
-from mtb_core.train.checkpointing import newest_published
+from mtb_core.train.checkpointing import Published, newest_published
+from mtb_core.train.exclusive import exclusive
 from mtb_core.train.planning import Planned, make_run_folder, nothing_left, plan_run
 from mtb_core.train.worker_main import Payload, base_fields, failure_fields, idle_result, rank_main
 
@@ -61,6 +63,7 @@ def run(
     named = None if here and config.launcher == "local" else registry.launcher(config.launcher)
     launcher = None if here else named
     planned = plan_run(config, registry, world)
+    newest = _newest(config)
     evidence = registry.make_evidence()
     if config.output is not None:
         read = (config.data, config.eval_data, config.model.partition(":")[0])
@@ -72,11 +75,13 @@ def run(
     nothing = nothing_left(planned)
     alike = not (external or several_nodes)  # else ranks must agree on what this process sees
     folder = make_run_folder(planned) if alike and nothing is None else None
-    newest = None if config.checkpoint_dir is None else newest_published(Path(config.checkpoint_dir))
     own = dict(plugins or {})
     payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, own, planned, started)
     # Of several external ranks one talks; the others only warn.
-    with Display(quiet=quiet or not reports_here(), redirect=here) as display:
+    with (
+        _holding(payload, several_nodes=several_nodes),
+        Display(quiet=quiet or not reports_here(), redirect=here) as display,
+    ):
         if config.resume is not None and planned.resume is None:
             display.message(f"Nothing to resume from in {config.checkpoint_dir}: starting anew.")
         if nothing is not None:
@@ -91,6 +96,31 @@ def run(
     if config.output is not None and not measured_before and not (external and _external_rank() != 0):
         result.write(config.output)
     return result
+
+
+@contextmanager
+def _holding(payload: Payload, *, several_nodes: bool) -> Iterator[None]:
+    """Hold the run's folders; with several nodes, whose launchers are equals, none does.
+
+    Raises:
+        ConfigError: another live run holds one of them, or has saved since this one was planned.
+    """
+    checkpoints = payload.config.checkpoint_dir
+    with ExitStack() as held:
+        if reports_here() and not several_nodes:
+            if checkpoints is not None:
+                held.enter_context(exclusive(Path(checkpoints), "--checkpoint-dir"))
+                if _newest(payload.config) != payload.newest:
+                    raise ConfigError(
+                        f"--checkpoint-dir {checkpoints}: another run has saved there while this one began; start it again."
+                    )
+            if payload.folder is not None and payload.config.run_dir is not None:
+                held.enter_context(exclusive(payload.folder, "--run-dir"))
+        yield
+
+
+def _newest(config: TrainConfig) -> Published | None:
+    return None if config.checkpoint_dir is None else newest_published(Path(config.checkpoint_dir))
 
 
 def _audited(result: Result, evidence: Evidence, folder: Path | None, warn: Callable[[str], None]) -> Result:

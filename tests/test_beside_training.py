@@ -1,4 +1,4 @@
-"""What a run does beside training changes nothing of it, and every trial and rank begins with the model that it says."""
+"""Trial forwards and evaluations change nothing of training, and every trial and rank begins with the model that it says."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ RECORD = "docs/decisions/0013-line-budgets.md"
 
 #: The most lines that the modules of a folder, and of the folders in it, may have together; tests do not count.
 BUDGETS = {
-    "mtb_core/*.py": 505,
+    "mtb_core/*.py": 525,
     "mtb_core/api": 1840,
     "mtb_core/builtin": 380,
     "mtb_core/ckpt": 3610,
@@ -28,8 +28,8 @@ BUDGETS = {
     "mtb_core/ranks": 1260,
     "mtb_core/registry": 1150,
     "mtb_core/testing": 22,
-    "mtb_core/train": 2360,
-    "mtb_core": 16130,
+    "mtb_core/train": 2400,
+    "mtb_core": 16200,
     "all packages": 53120,
 }
 #: By how many percent a budget may lie above what is there.

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import attrs
 
-from mtb_core.api.errors import ConfigError
+from mtb_core.api.errors import ConfigError, RunFailed
 
 from . import files
-from .layout import LATEST, MANIFEST, READY, DamagedCheckpoint, is_legacy, step_of
+from .layout import LATEST, MANIFEST, READY, DamagedCheckpoint, is_legacy, step_name, step_of
 from .manifest import check_ready, read_manifest
 
 log = logging.getLogger("mtb.checkpoint")
 
+#: A folder that somebody may take for a step's; those of steps have eight digits or more.
+_NUMBERED = re.compile(r"step_\d+")
 #: Longest file that can be a pointer.
 _LATEST_BYTES = 64
 
@@ -48,6 +51,35 @@ def list_steps(folder: Path) -> list[Found]:
         return []
     named = [(step, entry) for entry in folder.iterdir() if (step := step_of(entry.name)) is not None]
     return [Found(step, path, is_ready(path)) for step, path in sorted(named)]
+
+
+def lost_steps(folder: Path) -> dict[str, str]:
+    """Steps in `folder` that were published and cannot be used: name to the reason.
+
+    A step was published if it has a ``READY`` that is not empty. A save that was killed leaves none, or an empty one.
+    """
+    lost = {}
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _NUMBERED.fullmatch(entry.name) and (reason := _loss(entry)):
+            lost[entry.name] = reason
+    return lost
+
+
+def _loss(path: Path) -> str | None:
+    try:
+        if os.lstat(path / READY).st_size == 0:
+            return None
+        if step_of(path.name) is None:
+            return f"its name must be {step_name(int(path.name.removeprefix('step_')))}"
+        if not is_legacy(path):
+            check_ready(path)
+    except FileNotFoundError:
+        return None
+    except DamagedCheckpoint as error:
+        return f"{error.file}: {error.problem}"
+    except OSError as error:
+        return f"{READY}: {error.strerror}"
+    return None
 
 
 def followed(path: Path) -> Path:
@@ -108,15 +140,16 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(folder: Path | None, selector: str) -> Path | None:
-    """The checkpoint that ``--resume SELECTOR`` means; None only for ``auto`` where there is nothing to resume from.
+    """The checkpoint that ``--resume SELECTOR`` means; None only for ``auto`` where nothing was ever published.
 
     Raises:
         ConfigError: nothing to resume from, or a path that is not a READY checkpoint.
+        RunFailed: there were checkpoints, and none of them can be used, or the folder cannot be read.
     """
     if selector in {"latest", "auto"}:
         if folder is None:
             raise ConfigError(f"--resume {selector} needs --checkpoint-dir DIR, the folder to look in.")
-        found = newest(folder)
+        found = _newest_or_none_ever(folder)
         if found is None and selector == "latest":
             msg = (
                 f"--resume latest found no complete checkpoint in {folder} ({_contents(folder)}). Give the right "
@@ -141,6 +174,27 @@ def find(folder: Path | None, selector: str) -> Path | None:
         "Resume from another step; `mtb checkpoint list` shows those of a folder."
     )
     raise ConfigError(msg)
+
+
+def _newest_or_none_ever(folder: Path) -> Path | None:
+    """The one that `newest` finds. Training must not start anew, and save, over checkpoints that cannot be read just now."""
+    try:
+        found, lost = newest(folder), lost_steps(folder)
+        if found is None and not lost and os.path.lexists(folder / LATEST):
+            lost = {LATEST: "it is there, and no complete checkpoint is"}
+    except OSError as error:
+        raise RunFailed(
+            f"The checkpoints in {folder} cannot be looked at: {error.strerror}. Nothing was changed."
+        ) from error
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
+    if lost and found is None:
+        raise RunFailed(
+            f"There were checkpoints in {folder}, and none can be used ({reasons}). No training starts anew beside them: "
+            "put them right, name another one with --resume PATH, or move them away. Nothing was changed."
+        )
+    if lost:
+        log.warning("In %s some checkpoints cannot be used (%s); taking %s.", folder, reasons, found)
+    return found
 
 
 def _contents(folder: Path) -> str:

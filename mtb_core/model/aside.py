@@ -1,4 +1,4 @@
-"""What a run does beside training leaves training as it was: random streams, modes of modules, buffers."""
+"""Keeping training undisturbed by all else that a run does: random streams, modes of modules, buffers."""
 
 from __future__ import annotations
 

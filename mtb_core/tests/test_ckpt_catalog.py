@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from mtb_core.api.errors import ConfigError
+from mtb_core.api.errors import ConfigError, RunFailed
 from mtb_core.ckpt.catalog import find, is_ready, list_steps, newest, read_latest
 from mtb_core.ckpt.layout import dump_json, parse_json, shown, step_name, step_of
 
@@ -151,3 +151,63 @@ def test_strict_json(text):
         parse_json(text)
     with pytest.raises(ValueError, match="Out of range"):
         dump_json({"a": float("nan")})
+
+
+def no_manifest(step):
+    (step / "manifest.json").unlink()
+
+
+def cut(step):
+    text = (step / "manifest.json").read_bytes()
+    (step / "manifest.json").write_bytes(text[:-5])
+
+
+def no_file(step):
+    """As where the disk gives an error: READY is there, and reading it fails."""
+    (step / "READY").unlink()
+    (step / "READY").mkdir()
+    (step / "READY" / "x").touch()
+
+
+def shorter(step):
+    step.rename(step.with_name("step_" + step.name[-4:]))
+
+
+@pytest.mark.parametrize("damage", [no_manifest, cut, no_file, shorter])
+@pytest.mark.parametrize("selector", ["auto", "latest"])
+def test_lost_checkpoints_are_no_new_start(folder, damage, selector, caplog):
+    """One that is lost is told, and the other one taken; where all are lost, nothing starts anew beside them."""
+    damage(folder / "step_00000010")
+    assert find(folder, selector) == folder / "step_00000002"
+    assert "step_" in caplog.text
+    assert "0010" in caplog.text
+    damage(folder / "step_00000002")
+    with pytest.raises(RunFailed, match=r"none can be used .*step_0+2"):
+        find(folder, selector)
+
+
+def test_a_pointer_without_checkpoints_is_no_new_start(folder):
+    """If ``latest`` is all that is left, somebody has taken checkpoints away."""
+    for step in folder.glob("step_*"):
+        shutil.rmtree(step)
+    with pytest.raises(RunFailed, match="latest: it is there"):
+        find(folder, "auto")
+
+
+def test_saves_that_were_killed_are_no_loss(folder):
+    """Steps that were never published, without READY or with an empty one, do not keep training from starting anew."""
+    (folder / "latest").unlink()
+    (folder / "step_00000002" / "READY").unlink()
+    (folder / "step_00000010" / "READY").write_bytes(b"")
+    assert find(folder, "auto") is None
+
+
+def test_a_folder_that_cannot_be_read_is_no_new_start(folder, monkeypatch):
+    """An error of the disk, or of permissions, ends the run; its words are shown."""
+
+    def fail(_self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.iterdir", fail)
+    with pytest.raises(RunFailed, match="cannot be looked at: Permission denied"):
+        find(folder, "auto")
