@@ -15,6 +15,8 @@ from mtb_core.api.errors import ConfigError
 BYTE_VOCAB_SIZE = 256
 #: Stands between two documents.
 SEPARATOR = 0
+#: A prepared token file begins so; it is no text, though it may hold no zero byte.
+TOKEN_FILE_PREFIX = b'{"magic": "mtb-tokens",'
 #: Marks a folder as a cache, see https://bford.info/cachedir/.
 _CACHE_TAG = "CACHEDIR.TAG"
 
@@ -77,8 +79,8 @@ def read(path: Path) -> bytes:
 
 
 def is_text(content: bytes) -> bool:
-    """True if a document found in a folder is taken: not empty, and free of the separator."""
-    return bool(content) and SEPARATOR not in content
+    """True if a document found in a folder is taken: not empty, free of the separator, and no prepared token file."""
+    return bool(content) and SEPARATOR not in content and not content.startswith(TOKEN_FILE_PREFIX)
 
 
 def unreadable(path: Path, error: OSError) -> ConfigError:

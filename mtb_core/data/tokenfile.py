@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 
 from mtb_core.api.errors import ConfigError
 
-from .text import unreadable
+from .text import TOKEN_FILE_PREFIX, unreadable
 
 #: Name of the file within the folder that ``mtb data prepare`` makes.
 FILE_NAME = "tokens.mtb"
 HEADER_BYTES = 4096
 VERSION = 1
 _MAGIC = "mtb-tokens"
-_PREFIX = b'{"magic": "mtb-tokens",'
 #: Types of a token, the smallest first.
 DTYPES = ("uint8", "uint16", "uint32")
 
@@ -75,7 +74,7 @@ def find_token_file(path: Path) -> Path | None:
         raise ConfigError(msg)
     try:
         with path.open("rb") as stream:
-            return path if stream.read(len(_PREFIX)) == _PREFIX else None
+            return path if stream.read(len(TOKEN_FILE_PREFIX)) == TOKEN_FILE_PREFIX else None
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -111,8 +110,8 @@ def open_token_file(file: Path) -> tuple[Header, NDArray[np.unsignedinteger]]:
 
 
 def _decode(raw: bytes, file: Path) -> Header:
-    if not raw.startswith(_PREFIX):
-        raise _damaged(file, f"it begins with {raw[:12]!r} and not with {_PREFIX.decode()!r}")
+    if not raw.startswith(TOKEN_FILE_PREFIX):
+        raise _damaged(file, f"it begins with {raw[:12]!r} and not with {TOKEN_FILE_PREFIX.decode()!r}")
     if len(raw) < HEADER_BYTES:
         raise _damaged(file, f"it ends after {len(raw)} of the header's {HEADER_BYTES} bytes")
     try:

@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from mtb_core import ConfigError, RunFailed
-from mtb_core.data.text import BYTE_VOCAB_SIZE, SEPARATOR, text_files, unreadable
+from mtb_core.data.text import BYTE_VOCAB_SIZE, SEPARATOR, TOKEN_FILE_PREFIX, text_files, unreadable
 from mtb_core.data.tokenfile import DTYPES, FILE_NAME, HEADER_BYTES, Header, find_token_file
 
 from .digest import digest_text, new_digest
@@ -187,9 +187,9 @@ def _is_text_file(path: Path) -> bool:
     with _reading(path), path.open("rb") as stream:
         empty = True
         for piece in iter(partial(stream.read, _PIECE), b""):
-            empty = False
-            if SEPARATOR in piece:
+            if SEPARATOR in piece or (empty and piece.startswith(TOKEN_FILE_PREFIX)):
                 return False
+            empty = False
     return not empty
 
 

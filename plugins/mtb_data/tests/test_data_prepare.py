@@ -43,6 +43,17 @@ def test_folder_as_given_to_train(texts, tmp_path):
     assert bytes(open_token_file(tmp_path / "out" / "tokens.mtb")[1]) == bytes(read_text_folder(texts)[0])
 
 
+def test_what_was_made_is_no_text(tmp_path):
+    """A folder that holds its own token file, one document without a zero byte, gives the same tokens again."""
+    (tmp_path / "a.txt").write_bytes(b"one text")
+    first = prepare([tmp_path], tmp_path)
+    assert prepare([tmp_path], tmp_path) == first
+    (tmp_path / "tokens.mtb").rename(tmp_path / "renamed")
+    assert prepare([tmp_path], tmp_path / "out") == first
+    tokens, documents = read_text_folder(tmp_path)
+    assert (bytes(tokens), documents) == (b"one text", 1)
+
+
 def test_in_pieces(texts, tmp_path, monkeypatch):
     """Text is read in pieces, with progress over all of it; the pieces do not show in the result."""
     monkeypatch.setattr(module, "_PIECE", 3)
