@@ -165,10 +165,7 @@ def prune(folder: Path, *, keep_last: int, keep_every: int, dry_run: bool = Fals
     gone = [
         found.path for found in ready if found.path not in spared and not (keep_every and found.step % keep_every == 0)
     ]
-    if not dry_run:
-        for path in gone:
-            _remove(path)
-    return gone
+    return gone if dry_run else [path for path in gone if _remove(path)]
 
 
 def put_aside_after(folder: Path, step: int) -> list[Path]:
@@ -299,10 +296,12 @@ def _put_aside(path: Path) -> None:
     log.warning("What stood in place of the new checkpoint was not a complete one; it is kept as %s.", kept)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path) -> bool:
+    """True if it is gone; a warning says why not, or why parts of it are left."""
     hidden = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(8)}")
     try:
         files.rename(path, hidden)
         shutil.rmtree(hidden)
     except OSError as error:
         log.warning("The old checkpoint %s could not be removed: %s.", path, error.strerror)
+    return not os.path.lexists(path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mtb_core.api.errors import CheckFailed, ConfigError
+from mtb_core.api.errors import CheckFailed, ConfigError, RunFailed
 from mtb_core.measure.outputs import check_output
 
 if TYPE_CHECKING:
@@ -154,12 +154,15 @@ def prune_command(folder: Path, keep_last: int, keep_every: int, dry_run: bool, 
     """Remove old checkpoints in FOLDER; never the one that `latest` names, never an incomplete or foreign folder."""
     from mtb_core.ckpt.publish import prune  # noqa: PLC0415
 
-    gone = [path.name for path in prune(folder, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)]
+    old = [path.name for path in prune(folder, keep_last=keep_last, keep_every=keep_every, dry_run=True)]
+    gone = old if dry_run else [path.name for path in prune(folder, keep_last=keep_last, keep_every=keep_every)]
     if as_json:
         _print_json({"folder": str(folder), "removed": gone, "dry_run": dry_run})
-    else:
+    elif gone or not old:
         verb = "Would remove" if dry_run else "Removed"
         click.echo(f"{verb} {', '.join(gone)}." if gone else "Nothing to remove.")
+    if left := [name for name in old if name not in gone]:
+        raise RunFailed(f"{', '.join(left)} in {folder} could not be removed; the warnings say why.")
 
 
 @checkpoint.command(name="export", no_args_is_help=True)

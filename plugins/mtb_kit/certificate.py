@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 from collections.abc import Sequence
@@ -10,12 +11,15 @@ from typing import Any
 
 import attrs
 
+from mtb_core import ConfigError
 from mtb_evidence import environment, provenance
 
 from .checking import Outcome, all_checks, cases, digest, likely_cause
 from .lab import Lab
 
 SCHEMA_VERSION = 1
+#: Numbers of ranks at which a strategy for several has a plan at one of them at least.
+_SEVERAL = (2, 3, 4)
 
 
 @attrs.frozen
@@ -23,7 +27,8 @@ class Certificate:
     """Outcomes of all that was run, in order.
 
     Attributes:
-        complete: every check of the kit was run at every declared number of ranks.
+        complete: every check of the kit was run at every number of ranks, and one of these is above 1 if the strategy
+            trains on several.
         conformant: complete, and nothing failed.
     """
 
@@ -37,7 +42,22 @@ class Certificate:
     @property
     def complete(self) -> bool:
         """See the class."""
+        return self._whole and self._on_several
+
+    @property
+    def _whole(self) -> bool:
         return {o.case.name for o in self.outcomes} == {c.name for c in cases(self.lab.world_sizes)}
+
+    @property
+    def _on_several(self) -> bool:
+        """True if ranks had to agree on something, or the strategy is for one process alone."""
+        if max(self.lab.world_sizes) > 1:
+            return True
+        for ranks in _SEVERAL:
+            with contextlib.suppress(ConfigError):
+                self.lab.plan(ranks)
+                return False
+        return True
 
     @property
     def conformant(self) -> bool:
@@ -91,9 +111,21 @@ class Certificate:
             *(f"            {name}: {reason}" for name, reason in self._skipped()),
             *(f"  figure    {name}: {text}" for name, text in self._figures()),
         ]
-        verdict = "CONFORMANT" if self.conformant else "NOT CONFORMANT" if document["failed"] else "INCOMPLETE"
-        note = "" if self.complete else " (a selection of the checks was run; a certificate needs them all)"
-        return "\n".join([*lines, f"  verdict   {verdict}{note}", *self._cause()])
+        return "\n".join([*lines, f"  verdict   {self._verdict()}", *self._cause()])
+
+    def _verdict(self) -> str:
+        skipped, all_of_them = self.count("skipped"), len(self.outcomes)
+        why = "a selection of the checks was run; a certificate needs them all"
+        if self._whole and not self._on_several:
+            why = "it ran on one rank alone; a certificate needs 2 or more, so leave --nproc out"
+        note = "" if self.complete else f" ({why})"
+        if self.count("failed"):
+            return f"NOT CONFORMANT{note}"
+        if not self.complete:
+            return f"INCOMPLETE{note}"
+        if skipped:
+            return f"CONFORMANT AS DECLARED ({skipped} of {all_of_them} checks were not run; the reasons are above)"
+        return "CONFORMANT"
 
     def _cause(self) -> list[str]:
         cause = likely_cause(self.outcomes)

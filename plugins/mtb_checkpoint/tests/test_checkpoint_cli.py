@@ -124,6 +124,20 @@ def test_prune(tmp_path):
     assert "Nothing to remove" in run("prune", tmp_path, "--keep-last", 2)[0]
 
 
+def test_prune_tells_what_is_left(tmp_path, monkeypatch):
+    """A checkpoint that the system does not let go is not called removed, and the command fails."""
+    saved(tmp_path, (1, 2), keep_last=0)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("mtb_core.ckpt.files.rename", refuse)
+    out, err = run("prune", tmp_path, "--keep-last", 1, "--json", code=3)
+    assert json.loads(out)["removed"] == []
+    assert "step_00000001 in" in err
+    assert (tmp_path / "step_00000001").is_dir()
+
+
 def test_export(folder, tmp_path):
     """Weights are written, and the files named; sizes take units."""
     run("export", folder / "step_00000001", "--output", tmp_path / "w.safetensors")

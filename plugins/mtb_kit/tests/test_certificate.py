@@ -45,3 +45,24 @@ def test_nothing_failed():
     certificate = Certificate(Lab(discover().strategy("single"), world_sizes=(1,)), outcomes())
     assert certificate.as_json()["likely_cause"] is None
     assert "begin at" not in certificate.text()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "skipped", "verdict"),
+    [
+        ("ddp", (1,), False, "INCOMPLETE (it ran on one rank alone"),
+        ("ddp", (1, 2), False, "CONFORMANT"),
+        ("ddp", (2,), True, "CONFORMANT AS DECLARED (1 of "),
+        ("single", (1,), False, "CONFORMANT"),
+    ],
+)
+def test_one_rank_is_no_certificate(strategy, sizes, skipped, verdict):
+    """A strategy for several ranks is certified on several, and what was skipped is counted in the verdict."""
+    found = outcomes(sizes=sizes)
+    if skipped:
+        found[0] = Outcome(found[0].case, "skipped", reason="not promised")
+    certificate = Certificate(Lab(discover().strategy(strategy), world_sizes=sizes), found)
+    (line,) = [text for text in certificate.text().splitlines() if text.startswith("  verdict")]
+    assert line.startswith(f"  verdict   {verdict}")
+    assert (line.endswith("CONFORMANT")) == (verdict == "CONFORMANT")
+    assert certificate.complete == certificate.conformant == (not verdict.startswith("INCOMPLETE"))
