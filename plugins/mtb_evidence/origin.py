@@ -166,9 +166,18 @@ def _places(folder: str | Path | None) -> list[str | Path]:
     return [folder] if folder is not None else [Path(__file__).parent, Path.cwd()]
 
 
+#: Variables that make git look at another checkout than the one around a folder.
+_ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_NAMESPACE"}
+
+
 def _ask_git(place: str | Path, *words: str) -> bytes | None:
-    """Output of git in `place`; None if it fails. It takes no lock, so that it cannot disturb another git."""
-    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    """Output of git for the checkout around `place`; None if it fails.
+
+    It takes no lock, so that it cannot disturb another git, and the caller's variables name no other checkout: git sets
+    them for its hooks.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    environ["GIT_OPTIONAL_LOCKS"] = "0"
     try:
         done = subprocess.run(
             ["git", "-C", str(place), *words], capture_output=True, timeout=5, check=False, env=environ

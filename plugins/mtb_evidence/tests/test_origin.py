@@ -141,6 +141,18 @@ def test_provenance_of_a_clean_and_a_changed_checkout(outside: pytest.MonkeyPatc
     assert provenance(["mtb"], folder=checkout)["git_diff_digest"] != changed["git_diff_digest"]
 
 
+def test_variables_of_git_name_no_other_checkout(outside: pytest.MonkeyPatch, checkout: Path, tmp_path: Path) -> None:
+    """Started by a hook of another repository, a run still records its own."""
+    before = provenance(["mtb"], folder=checkout)
+    other = tmp_path / "other"
+    subprocess.run(["git", "init", "-q", str(other)], check=True)
+    outside.setenv("GIT_DIR", str(other / ".git"))
+    outside.setenv("GIT_WORK_TREE", str(other))
+    outside.setenv("GIT_INDEX_FILE", str(other / "index"))
+    after = provenance(["mtb"], folder=checkout)
+    assert (after["git_revision"], after["git_dirty"]) == (before["git_revision"], False)
+
+
 def test_without_a_checkout_the_revision_is_missing(outside: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No checkout and no variable: said so, not invented; dirty is unknown, not false."""
     outside.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
