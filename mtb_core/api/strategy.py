@@ -53,10 +53,11 @@ class Strategy:
         return total
 
     def evaluate(self, prepared: Prepared, work: EvaluationWork) -> Loss | None:
-        """Forward of every batch."""
+        """Forward of every batch; their losses are added up in float64, for there may be thousands."""
         total: Loss | None = None
         for inputs, targets, valid in work.batches:
-            total = work.forward(prepared.module, inputs, targets, valid).plus(total)
+            loss = work.forward(prepared.module, inputs, targets, valid)
+            total = Loss(loss.sum.double(), None, loss.metrics).plus(total)
         return total
 
     def all_sum(self, prepared: Prepared, vector: torch.Tensor) -> Callable[[], object]:

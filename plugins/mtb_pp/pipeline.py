@@ -198,11 +198,12 @@ class Pipeline:
         return total or Loss(torch.zeros((), device=work.inputs.device))
 
     def evaluate(self, work: EvaluationWork) -> Loss | None:
-        """Forward of all batches, in groups of as many as a step has micro-batches."""
+        """Forward of all batches, in groups of as many as a step has micro-batches; losses are added up in float64."""
         total: Loss | None = None
         busy = [stage.busy_s for stage in self.stages]
         for inputs, targets, valid in _groups(work.batches, self._micro_batches):
             self._check(inputs)
+            total = total or Loss(torch.zeros((), dtype=torch.float64, device=inputs.device))
             self._run = _Run(work.loss, valid, (), total)
             self._begin(len(valid))
             self._take(self._schedule.eval, inputs.flatten(0, 1), targets.flatten(0, 1))
