@@ -74,14 +74,16 @@ def run(
     several_nodes = config.max_nodes > 1
     nothing = nothing_left(planned)
     alike = not (external or several_nodes)  # else ranks must agree on what this process sees
-    folder = make_run_folder(planned) if alike and nothing is None else None
     own = dict(plugins or {})
-    payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, own, planned, started)
-    # Of several external ranks one talks; the others only warn.
-    with (
-        _holding(payload, several_nodes=several_nodes),
-        Display(quiet=quiet or not reports_here(), redirect=here) as display,
-    ):
+    with ExitStack() as held:
+        if config.checkpoint_dir is not None and reports_here() and not several_nodes:
+            held.enter_context(_holding(Path(config.checkpoint_dir), config, newest))
+        folder = make_run_folder(planned) if alike and nothing is None else None
+        if folder is not None and config.run_dir is not None:
+            held.enter_context(exclusive(folder, "--run-dir"))
+        payload = Payload(config, folder, tuple(sys.argv), planned.resolved, newest, own, planned, started)
+        # Of several external ranks one talks; the others only warn.
+        display = held.enter_context(Display(quiet=quiet or not reports_here(), redirect=here))
         if config.resume is not None and planned.resume is None:
             display.message(f"Nothing to resume from in {config.checkpoint_dir}: starting anew.")
         if nothing is not None:
@@ -99,23 +101,17 @@ def run(
 
 
 @contextmanager
-def _holding(payload: Payload, *, several_nodes: bool) -> Iterator[None]:
-    """Hold the run's folders; with several nodes, whose launchers are equals, none does.
+def _holding(checkpoints: Path, config: TrainConfig, newest: Published | None) -> Iterator[None]:
+    """Hold the folder of checkpoints, in which `newest` was the newest one when the run was planned.
 
     Raises:
-        ConfigError: another live run holds one of them, or has saved since this one was planned.
+        ConfigError: another live run holds it, or has saved since.
     """
-    checkpoints = payload.config.checkpoint_dir
-    with ExitStack() as held:
-        if reports_here() and not several_nodes:
-            if checkpoints is not None:
-                held.enter_context(exclusive(Path(checkpoints), "--checkpoint-dir"))
-                if _newest(payload.config) != payload.newest:
-                    raise ConfigError(
-                        f"--checkpoint-dir {checkpoints}: another run has saved there while this one began; start it again."
-                    )
-            if payload.folder is not None and payload.config.run_dir is not None:
-                held.enter_context(exclusive(payload.folder, "--run-dir"))
+    with exclusive(checkpoints, "--checkpoint-dir"):
+        if _newest(config) != newest:
+            raise ConfigError(
+                f"--checkpoint-dir {checkpoints}: another run has saved there while this one began; start it again."
+            )
         yield
 
 

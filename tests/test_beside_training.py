@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from mtb_core import TrainConfig, run
+from mtb_core import ModelSpec, TrainConfig, run
 from mtb_core.model.aside import undisturbed
+from mtb_core.train.building import ModelBuild
 
 MODELS = Path(__file__).parent / "models" / "drawing.py"
 TINY = {
@@ -99,3 +103,16 @@ def test_a_model_is_trained_in_one_trial_only(tmp_path: Path) -> None:
     assert trained(tmp_path / "one", "one", steps=1).exit_reason == "done"
     failed = trained(tmp_path / "two", "one", steps=1, repeat=2)
     assert "that an earlier trial has trained" in failed.failure["text"]
+
+
+def test_a_model_that_the_strategy_has_taken_apart_is_let_go() -> None:
+    """Of a model that does not fit as a whole a strategy keeps a part, and nothing else keeps the rest."""
+    plan = SimpleNamespace(tied_weights=True)
+    resolved = SimpleNamespace(config=SimpleNamespace(seed=0, strategy="x"), plan=plan)
+    ctx = SimpleNamespace(device="cpu", world_size=1, backend=None)
+    built: Any = ModelBuild(ModelSpec(build=lambda: nn.Linear(2, 2)), resolved, ctx)  # type: ignore[arg-type]
+    model = weakref.ref(built())
+    gc.collect()
+    assert model() is None
+    assert built.parameters == 6
+    built.used_up()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from mtb_core.api.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mtb_core.ranks.rng import capture_rng, reseed, restore_rng
+
     from .dtypes import CARRIERS, carrier, item_bytes
     from .entries import Chunk, Part, TensorEntry, checked_count, checked_entry, checked_extent
     from .files import read_small
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from .loading import Loaded
     from .manager import CheckpointManager
     from .manifest import reading
-    from .rng import capture_rng, reseed, restore_rng
     from .storage import FileLayout, Slot, Storage
     from .tensors import TensorFiles
 
@@ -34,7 +35,7 @@ _LAZY = {
     "Storage": ".storage",
     "TensorEntry": ".entries",
     "TensorFiles": ".tensors",
-    "capture_rng": ".rng",
+    "capture_rng": "..ranks.rng",
     "carrier": ".dtypes",
     "checked_count": ".entries",
     "checked_entry": ".entries",
@@ -42,8 +43,8 @@ _LAZY = {
     "item_bytes": ".dtypes",
     "read_small": ".files",
     "reading": ".manifest",
-    "reseed": ".rng",
-    "restore_rng": ".rng",
+    "reseed": "..ranks.rng",
+    "restore_rng": "..ranks.rng",
 }
 
 __all__ = [

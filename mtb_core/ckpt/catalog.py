@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -18,7 +19,7 @@ from .manifest import check_ready, read_manifest
 log = logging.getLogger("mtb.checkpoint")
 
 #: A folder that somebody may take for a step's; those of steps have eight digits or more.
-_NUMBERED = re.compile(r"step_\d+")
+_NUMBERED = re.compile(r"step_(\d{1,18})")
 #: Longest file that can be a pointer.
 _LATEST_BYTES = 64
 
@@ -53,14 +54,15 @@ def list_steps(folder: Path) -> list[Found]:
     return [Found(step, path, is_ready(path)) for step, path in sorted(named)]
 
 
-def lost_steps(folder: Path) -> dict[str, str]:
-    """Steps in `folder` that were published and cannot be used: name to the reason.
+def _lost_steps(folder: Path, above: int) -> dict[str, str]:
+    """Steps in `folder`, higher than `above`, that were published and cannot be used: name to the reason.
 
     A step was published if it has a ``READY`` that is not empty. A save that was killed leaves none, or an empty one.
     """
     lost = {}
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if _NUMBERED.fullmatch(entry.name) and (reason := _loss(entry)):
+        numbered = _NUMBERED.fullmatch(entry.name)
+        if numbered and int(numbered[1]) > above and (reason := _loss(entry)):
             lost[entry.name] = reason
     return lost
 
@@ -108,22 +110,23 @@ def sequence_of(path: Path) -> int:
         return 0
 
 
-def newest(folder: Path) -> Path | None:
+def newest(folder: Path, *, warn: Callable[..., None] = log.warning) -> Path | None:
     """The checkpoint to go on from: the one that ``latest`` names.
 
     Where the pointer is missing, dangling or names an incomplete checkpoint, the READY one with the highest step,
     with a warning; and a READY one that was published after the pointer was written (the save was killed just before
-    it replaced the pointer) goes before it, with a warning too. None if nothing is READY.
+    it replaced the pointer) goes before it, with a warning too. None if nothing is READY. `warn` says warnings; it is
+    called as a logger's methods are.
     """
     ready = [found for found in list_steps(folder) if found.ready]
     if not ready:
         return None
     highest, pointed = ready[-1].path, read_latest(folder)
     if pointed is None:
-        log.warning("%s is missing or unreadable; taking the newest complete checkpoint, %s.", folder / LATEST, highest)
+        warn("%s is missing or unreadable; taking the newest complete checkpoint, %s.", folder / LATEST, highest)
         return highest
     if all(found.path != pointed for found in ready):
-        log.warning(
+        warn(
             "%s names %s, which is missing or incomplete; taking the newest complete checkpoint, %s.",
             folder / LATEST,
             pointed.name,
@@ -132,9 +135,7 @@ def newest(folder: Path) -> Path | None:
         return highest
     published = max((found.path for found in ready), key=sequence_of)
     if sequence_of(published) > sequence_of(pointed):
-        log.warning(
-            "%s names %s, but %s was completed after it; taking the latter.", folder / LATEST, pointed.name, published
-        )
+        warn("%s names %s, but %s was completed after it; taking the latter.", folder / LATEST, pointed.name, published)
         return published
     return pointed
 
@@ -179,7 +180,8 @@ def find(folder: Path | None, selector: str) -> Path | None:
 def _newest_or_none_ever(folder: Path) -> Path | None:
     """The one that `newest` finds. Training must not start anew, and save, over checkpoints that cannot be read just now."""
     try:
-        found, lost = newest(folder), lost_steps(folder)
+        found = newest(folder)
+        lost = _lost_steps(folder, above=-1 if found is None else step_of(found.name) or 0)
         if found is None and not lost and os.path.lexists(folder / LATEST):
             lost = {LATEST: "it is there, and no complete checkpoint is"}
     except OSError as error:

@@ -13,6 +13,7 @@ import torch
 from mtb_core.api.errors import RunFailed
 from mtb_core.api.values import Piece, RankContext, State
 from mtb_core.ranks.buffers import without_repeats
+from mtb_core.ranks.rng import reseed, restore_rng
 from mtb_core.registry.discovery import Registry
 
 from . import files
@@ -20,7 +21,6 @@ from .dtypes import carrier
 from .group import SaverGroup
 from .layout import PLUGINS, RNG_FOLDER, dump_json
 from .opened import Opened, open_checkpoint, read_rng
-from .rng import reseed, restore_rng
 from .tensors import TensorFiles
 
 log = logging.getLogger("mtb.checkpoint")

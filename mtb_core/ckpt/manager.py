@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from mtb_core.api.errors import MtbError, RunFailed
 from mtb_core.api.values import RankContext, State
+from mtb_core.ranks.rng import capture_rng
 from mtb_core.registry.discovery import Registry
 
 from . import catalog, files, publish
@@ -32,7 +33,6 @@ from .group import SaverGroup, surrounding_context
 from .layout import TEMPORARY
 from .loading import Loaded, load_checkpoint
 from .manifest import with_counts
-from .rng import capture_rng
 from .saving import Request, Saver, Snapshot
 from .storage import DEFAULT_FORMAT, provider_of, storage_named
 

@@ -71,14 +71,14 @@ def open_legacy(path: Path, storage: Storage) -> Opened:
 
 
 def legacy_rng(path: Path, rank: int) -> Mapping[str, Any]:
-    """The random state of `rank` in a checkpoint of format 2, in the form of `mtb_core.ckpt.rng`.
+    """The random state of `rank` in a checkpoint of format 2, in the form of `mtb_core.ranks.rng`.
 
     Raises:
         DamagedCheckpoint: missing, or not such a state. Nothing in the file is executed.
     """
     import torch  # noqa: PLC0415  (only this old file needs it)
 
-    from .rng import plain  # noqa: PLC0415  (needs torch)
+    from mtb_core.ranks.rng import plain  # noqa: PLC0415  (needs torch)
 
     name = f"rng_state_rank_{rank:05d}.pt"
     try:

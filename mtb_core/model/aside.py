@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import nn
+
+from mtb_core.ranks.rng import capture_rng, restore_rng
 
 
 @contextmanager
 def streams_kept(device: str = "cpu") -> Iterator[None]:
     """Give torch's (the CPU's, and that of a CUDA `device`), numpy's and python's random streams back as they were."""
-    cuda = torch.cuda.get_rng_state(device) if device.startswith("cuda") else None
-    cpu, numpy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    state = capture_rng(device)
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-        np.random.set_state(numpy)  # noqa: NPY002
-        random.setstate(python)
+        restore_rng(state, device)
 
 
 @contextmanager

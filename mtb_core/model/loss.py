@@ -25,6 +25,8 @@ from mtb_core.api.values import ModelSpec
 from mtb_core.api.work import Loss
 from mtb_core.config.schema import IGNORE_LABEL
 
+from .aside import undisturbed
+
 TARGET_NAMES = ("targets", "target", "y")
 
 
@@ -96,7 +98,7 @@ class LossFunction:
         targets = targets[:1].clone()
         targets[:, 1:] = IGNORE_LABEL
         try:
-            with torch.no_grad():
+            with undisturbed(module, str(inputs.device)), torch.no_grad():
                 module(inputs[:1], targets)
         except (IndexError, RuntimeError) as error:
             raise RunFailed(

@@ -1,9 +1,11 @@
 """Batches for evaluation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mtb_core import ConfigError
+from mtb_core import ConfigError, EvaluationWork, Loss, Strategy
 from mtb_core.config import IGNORE_LABEL
 from mtb_core.data.evaluation import eval_batches
 from mtb_core.data.synthetic import SyntheticDataset
@@ -63,3 +65,11 @@ def test_endless():
     batches = list(eval_batches(data, data_rank=1, data_size=2, batch_size=3, batches=2))
     assert len(batches) == 2
     assert not any((targets == IGNORE_LABEL).any() for _, targets, _ in batches)
+
+
+def test_losses_are_added_up_in_float64():
+    """Small losses after a large one are not lost, as in fp32 they would be."""
+    losses = iter([2.0**24, 1.0, 1.0])
+    batches = iter([(torch.zeros(1, 1), torch.zeros(1, 1), 1)] * 3)
+    work = EvaluationWork(batches, lambda *_: Loss(torch.tensor(next(losses))), lambda *_: None)
+    assert float(Strategy().evaluate(SimpleNamespace(module=None), work).sum) == 2.0**24 + 2

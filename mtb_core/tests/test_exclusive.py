@@ -38,19 +38,36 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, place: str, option: str) -> 
     assert (tmp_path / place / LOCK).is_file()
 
 
+def test_a_refused_run_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``--run-dir`` each run makes a folder of its own, and one that may not start makes none."""
+    monkeypatch.chdir(tmp_path)
+    with exclusive(tmp_path / "saved", "--x"), pytest.raises(ConfigError, match="another run uses this folder"):
+        run(attrs.evolve(config(tmp_path), run_dir=None), quiet=True)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_saves_of_another_run_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that another one has overtaken, from its plan to its start, does not begin anew beside its checkpoints."""
-    make = running.make_run_folder
+    check = running.check_network
 
-    def late(planned: Any) -> Path:
-        monkeypatch.setattr(running, "make_run_folder", make)
-        other = tmp_path / "other"
-        run(attrs.evolve(config(tmp_path), run_dir=str(other)), quiet=True)
-        return make(planned)
+    def meanwhile(planned: TrainConfig) -> None:
+        monkeypatch.setattr(running, "check_network", check)
+        run(attrs.evolve(planned, run_dir=str(tmp_path / "other"), resume=None), quiet=True)
 
-    monkeypatch.setattr(running, "make_run_folder", late)
+    monkeypatch.setattr(running, "check_network", meanwhile)
     with pytest.raises(ConfigError, match="has saved there while this one began"):
         run(config(tmp_path, resume="auto"), quiet=True)
+
+
+def test_oddities_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run looks at its folder of checkpoints several times, and says what is odd there when it chooses from it."""
+    run(config(tmp_path, until_step=2, steps=None), quiet=True)
+    (tmp_path / "saved" / "step_00000002" / "manifest.json").unlink()
+    caplog.clear()
+    run(config(tmp_path, resume="auto"), quiet=True)
+    told = [record.getMessage() for record in caplog.records]
+    assert sum("missing or incomplete" in text for text in told) == 1
+    assert sum("some checkpoints cannot be used (step_00000002" in text for text in told) == 1
 
 
 def test_folders_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ class ModelBuild:
     def __init__(self, spec: ModelSpec, resolved: ResolvedRun, ctx: RankContext) -> None:
         self.parameters = 0
         self._spec, self._resolved, self._ctx = spec, resolved, ctx
-        self._built: nn.Module | None = None
+        self._built: weakref.ref[nn.Module] | None = None  # a strategy may keep a part of it only
         self._digests: dict[str, str] = {}
 
     def __call__(self) -> nn.Module:
@@ -44,7 +44,7 @@ class ModelBuild:
                 "The model's factory returned the model that an earlier trial has trained. Every trial of --repeat begins "
                 "anew: build the model inside the factory, or run the trials as separate commands."
             )
-        self._built, self.parameters = module, count_parameters(module)
+        self._built, self.parameters = weakref.ref(module), count_parameters(module)
         if self._spec.init is None and self._ctx.world_size > 1:
             self._digests = _digests(module)
         if not self._resolved.plan.tied_weights:
@@ -57,8 +57,10 @@ class ModelBuild:
         Raises:
             RunFailed: on all ranks, naming the first tensor that differs, and two ranks.
         """
-        whole = xxhash.xxh3_128_hexdigest("".join(self._digests.values()).encode())
-        if self._ctx.world_size == 1 or len(set(gather_objects(self._ctx, whole))) == 1:
+        if self._ctx.world_size == 1 or self._spec.init is not None:
+            return
+        whole = xxhash.xxh3_128_hexdigest(repr(self._digests).encode())
+        if len(set(gather_objects(self._ctx, whole))) == 1:
             return
         everybody = gather_objects(self._ctx, self._digests)
         for rank, found in enumerate(everybody):
@@ -73,8 +75,9 @@ class ModelBuild:
 
     def used_up(self) -> None:
         """The trial is over: no other one may train this model again."""
-        if self._built is not None:
-            _USED.add(self._built)
+        module = None if self._built is None else self._built()
+        if module is not None:
+            _USED.add(module)
 
 
 def count_parameters(module: nn.Module) -> int:

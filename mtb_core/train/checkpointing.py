@@ -136,11 +136,11 @@ class Published:
 
 
 def newest_published(folder: Path) -> Published | None:
-    """The newest complete checkpoint in `folder`."""
+    """The newest complete checkpoint in `folder`. What is odd there is told where it is chosen, and not here."""
     from mtb_core.ckpt import catalog  # noqa: PLC0415
     from mtb_core.ckpt.layout import READY  # noqa: PLC0415
 
-    path = catalog.newest(folder)
+    path = catalog.newest(folder, warn=lambda *_: None)
     return None if path is None else Published(path, (path / READY).read_bytes())
 
 

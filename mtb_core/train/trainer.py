@@ -107,8 +107,7 @@ class Trainer:
         if not prepared.core.training:  # as a pretrained model comes; parts of one that trains keep their own mode
             prepared.module.train()
         self._batch: StepBatch = loader.next()
-        with undisturbed(prepared.module, job.ctx.device):
-            self._loss.check_ignores(prepared.module, self._batch.inputs[0], self._batch.targets[0])
+        self._loss.check_ignores(prepared.module, self._batch.inputs[0], self._batch.targets[0])
         self._agreement.begin(None, self._batch.valid_tokens)
         self.agreed: Agreed = self._agreement.end()
 

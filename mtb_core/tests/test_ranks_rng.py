@@ -1,4 +1,4 @@
-"""Tests of mtb_core.ckpt.rng."""
+"""Tests of mtb_core.ranks.rng."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtb_core.api.errors import RunFailed
-from mtb_core.ckpt.rng import capture_rng, reseed, restore_rng
+from mtb_core.ranks.rng import capture_rng, reseed, restore_rng
 
 
 def draw():
