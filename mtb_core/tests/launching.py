@@ -113,7 +113,9 @@ def until_stopped(folder, worker):
 
 
 def for_ever(folder, worker):
-    """An entry that ignores all requests to stop."""
-    mark(folder / f"ready{worker.rank}", os.getpid())
+    """An entry that ignores all requests to stop. From the moment of its mark on, its innermost Python call is this one."""
+    part = folder / f"part{worker.rank}"
+    part.write_text(str(os.getpid()))
+    os.rename(part, folder / f"ready{worker.rank}")  # noqa: PTH104  (the method would be a call of Python's)
     while True:
         time.sleep(0.05)
